@@ -67,10 +67,10 @@ def on_device(folder: Path) -> Iterator[dict]:
     events = events_of(folder)
     devices = {e["pid"] for e in events if e.get("name") == "process_name" and "/device:" in e["args"]["name"]}
     kernels = (e for e in events if e.get("pid") in devices and e.get("ph") == "X" and "hlo_op" in e.get("args", {}))
-    begun = set()
+    start_times = set()
     for event in sorted(kernels, key=lambda event: (event["ts"], "kernel_details" not in event["args"])):
-        if event["ts"] not in begun:  # the same span is on several lines of a trace: streams, operations, modules
-            begun.add(event["ts"])
+        if event["ts"] not in start_times:  # the same span is on several lines of a trace: streams, operations, modules
+            start_times.add(event["ts"])
             yield event
 
 

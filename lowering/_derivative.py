@@ -95,19 +95,21 @@ def register_derivative(primitive: KernelPrimitive) -> None:
 
 def _jvp_of_linear(primitive, primals, tangents, *, operands, results, spec, config, chooser):
     named = dict(zip(operands, primals, strict=True))
-    moving = {n: t for n, t in zip(operands, tangents, strict=True) if type(t) is not ad.Zero}
+    nonzero_tangents = {n: t for n, t in zip(operands, tangents, strict=True) if type(t) is not ad.Zero}
     again = partial(primitive.bind, spec=spec, config=config, chooser=chooser, results=results)
     out = list(again(named).values())
-    if all(n.endswith(primitive.linear) for n in moving):  # linear there: the derivative is the primitive itself
+    if all(
+        n.endswith(primitive.linear) for n in nonzero_tangents
+    ):  # linear there: the derivative is the primitive itself
         fixed = {n: x for n, x in named.items() if not n.endswith(primitive.linear)}
-        return out, list(again({**fixed, **moving}).values())
-    places = tuple(map(operands.index, moving))
+        return out, list(again({**fixed, **nonzero_tangents}).values())
+    places = tuple(map(operands.index, nonzero_tangents))
     tangent = Tangent(Implementation(primitive, operands, results, spec, config), places)
     avals = {n: jax.typeof(x) for n, x in named.items()}
     split, mesh = primitive.split(avals)
     if not split:
         with own_promotions():
-            return out, tangent(*primals, *moving.values())
+            return out, tangent(*primals, *nonzero_tangents.values())
     placed = lambda n, shape, dtype: Placed(shape, dtype, partition_spec(primitive.table[n], shape, split))
     of_operands = [placed(n, x.shape, x.dtype) for n, x in avals.items()]
     of_results = [placed(n, *of) for n, of in primitive.result_shapes(avals, results, spec).items()]
@@ -118,7 +120,7 @@ def _jvp_of_linear(primitive, primals, tangents, *, operands, results, spec, con
         mesh,
         frozenset().union(*(_names(x.spec) for x in of_operands)),
     )
-    return out, bind(program, [*primals, *moving.values()])
+    return out, bind(program, [*primals, *nonzero_tangents.values()])
 
 
 def bind(program: OverDevices, arrays: Sequence[Any]) -> list[Any]:
@@ -163,12 +165,12 @@ class Tangent:
     """The derivative of a function along tangents of some operands, which come after all operands."""
 
     of: Function
-    moving: tuple[int, ...]
+    differentiated: tuple[int, ...]
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
-        primals = arrays[: len(arrays) - len(self.moving)]
-        along = tuple(primals[i] for i in self.moving)
-        function = lambda *moved: list(self.of(*_with(primals, self.moving, moved)))
+        primals = arrays[: len(arrays) - len(self.differentiated)]
+        along = tuple(primals[i] for i in self.differentiated)
+        function = lambda *inputs: list(self.of(*_with(primals, self.differentiated, inputs)))
         return jax.jvp(function, along, tuple(arrays[len(primals) :]))[1]
 
 
@@ -194,7 +196,7 @@ class Transpose:
         others = (known.pop(0) if i not in places else None for i in range(len(known) + len(places)))
         others, zeros = tuple(others), tuple(jnp.zeros(shape, dtype) for _, shape, dtype in self.wanted)
         # The derivative of a linear function is the function itself, at any point.
-        results, pull = jax.vjp(lambda *moved: list(self.of(*_with(others, places, moved))), *zeros)
+        results, pull = jax.vjp(lambda *inputs: list(self.of(*_with(others, places, inputs))), *zeros)
         cotangents = dict(zip(self.given, arrays[len(arrays) - len(self.given) :], strict=True))
         return pull([cotangents[i] if i in cotangents else jnp.zeros_like(x) for i, x in enumerate(results)])
 
@@ -225,15 +227,15 @@ def _abstract_eval(*avals, program):
 
 
 def _jvp(primals, tangents, *, program):
-    moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
-    moved = OverDevices(
-        Tangent(program.function, moving),
-        program.operands + tuple(program.operands[i] for i in moving),
+    differentiated = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+    tangent_program = OverDevices(
+        Tangent(program.function, differentiated),
+        program.operands + tuple(program.operands[i] for i in differentiated),
         program.results,
         program.mesh,
         program.split,
     )
-    return bind(program, primals), bind(moved, [*primals, *(tangents[i] for i in moving)])
+    return bind(program, primals), bind(tangent_program, [*primals, *(tangents[i] for i in differentiated)])
 
 
 def _transpose(cotangents, *args, program):

@@ -31,20 +31,20 @@ class Progress:
         operation: the name of the primitive.
         target: what it is lowered for.
         entry: the implementation, once it is chosen.
-        taking: asks each implementation whether it supports the call, which may import further packages.
+        list_candidates: asks each implementation whether it supports the call, which may import further packages.
         is_traced: whether the implementation has been traced, and its program is being lowered.
     """
 
     operation: str
     target: Target
     entry: KernelSpec | None = None
-    taking: Callable[[], Sequence[Candidate]] = tuple
+    list_candidates: Callable[[], Sequence[Candidate]] = tuple
     is_traced: bool = False
 
     @contextlib.contextmanager
-    def tracing(self, entry: KernelSpec, taking: Callable[[], Sequence[Candidate]]) -> Iterator[None]:
-        """A context in which `entry` is traced, which was chosen among those of `taking`."""
-        self.entry, self.taking, self.is_traced = entry, taking, False
+    def tracing(self, entry: KernelSpec, list_candidates: Callable[[], Sequence[Candidate]]) -> Iterator[None]:
+        """A context in which `entry` is traced, which was chosen among those of `list_candidates`."""
+        self.entry, self.list_candidates, self.is_traced = entry, list_candidates, False
         yield
         self.is_traced = True
 
@@ -70,7 +70,9 @@ class Progress:
             f"versions: {_versions()}",
         ]
         public = public.removesuffix("_jvp")
-        others = [other.platform for other, reason in self.taking() if other is not self.entry and reason is None]
+        others = [
+            other.platform for other, reason in self.list_candidates() if other is not self.entry and reason is None
+        ]
         for other in others:
             lines.append(
                 f"{other} takes this call too: ejkernel.lax.{public}(…, config={{'platform': '{other}'}}) "

@@ -1,8 +1,8 @@
 """The lowering rule of all primitives: primitive × platform → implementation → MLIR, under a label.
 
-If the config of the equation was chosen for this target, it determines the implementation and is used. Otherwise the
-registry chooses the implementation, and deterministic heuristics the config. The implementation is traced on the arrays
-of one device.
+The config of the equation names the implementation if it was chosen for the target that is lowered for. Otherwise, as
+when one program is lowered for several platforms, the registry chooses the implementation, and its heuristics the
+config. The implementation is traced with the shapes of one device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,18 +52,19 @@ def body_of(
     platform: Platform | str,
     progress: Progress,
 ) -> Callable[..., list[Any]]:
-    """The computation on one device, which chooses and labels the implementation for the shapes it is traced with."""
+    """The function on one device, which chooses and labels the implementation for the shapes that it is traced with."""
 
     def body(*arrays):
         named = dict(zip(names, arrays, strict=True))
         entry = implementation(primitive, named, spec, config, target, platform)
         used = config_for(primitive, named, spec, config, entry, target)
         types = {name: jax.typeof(x) for name, x in named.items()}
-        taking = lambda: candidates(primitive.name, spec, primitive.operands(types), target)
+        list_candidates = lambda: candidates(primitive.name, spec, primitive.operands(types), target)
 
         def run(*arrays):
             positional, extra = primitive.arguments(dict(zip(names, arrays, strict=True)), results)
-            with progress.tracing(entry, taking), lowering_for(target), labelled(primitive.name, entry.platform, used):
+            label = labelled(primitive.name, entry.platform, used)
+            with progress.tracing(entry, list_candidates), lowering_for(target), label:
                 return list(entry.implementation(*positional, **extra, spec=spec, config=used))
 
         if not _is_stored(entry, target):
@@ -76,9 +77,9 @@ def body_of(
 
 
 def _is_stored(entry: KernelSpec, target: Target) -> bool:
-    """Whether the lowered implementation is stored: if lowering it is slow, and it belongs to this library."""
-    ours = entry.implementation.__module__.startswith("ejkernel.")
-    return ours and target.backend == Backend.GPU and entry.platform != Platform.XLA
+    """Whether the lowered kernel is cached on disk: those of this library for GPUs, which are slow to lower."""
+    is_of_library = entry.implementation.__module__.startswith("ejkernel.")
+    return is_of_library and target.backend == Backend.GPU and entry.platform != Platform.XLA
 
 
 def implementation(
@@ -122,7 +123,7 @@ def _lower(primitive, jax_platform, ctx, *args, operands, results, spec, config,
             if target.platform == "tpu":
                 _refuse_tpu_kernel(primitive, local, spec, config, target, chooser.platform)
             elif not is_partly_manual(ctx):
-                _refuse_symbolic(primitive, named, "over Auto axes, of which XLA takes known ones alone")
+                _refuse_symbolic(primitive, named, "over Auto axes, where XLA needs known sizes")
                 named_body = named_when_compiled(body, progress)
                 run, ctx = automatic(primitive, named_body, local, results, spec), with_numbered_devices(ctx)
     with progress.failures_named(), one_device():

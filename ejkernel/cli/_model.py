@@ -103,8 +103,8 @@ def logits(
         if model.mixer == "gla":
             # Decays near 1, as in arXiv 2312.06635: a sixteenth of a log-sigmoid.
             gk = jax.nn.log_sigmoid(jnp.einsum("bsd,dhe->bshe", h, layer["decay"]).astype(jnp.float32)) / 16
-            begun = None if states is None else states[i]
-            o, state = operations.gla(positive(q), positive(k), v, gk, begun, return_state=True)
+            initial_state = None if states is None else states[i]
+            o, state = operations.gla(positive(q), positive(k), v, gk, initial_state, return_state=True)
             o, after = rms_norm(o, 1), [*after, state]
         else:
             q, k = rope(q, positions), rope(k, positions)

@@ -50,7 +50,7 @@ def shapes_of(x: Operands) -> Recurrence:
 def refusal(supports: Supports, x: Operands, target: Any) -> str | None:
     """Why the kernels do not take a call, or None."""
     if reason := supports(SPEC, shapes_of(x), target):
-        return f"{reason}, of which q is C, k is B and v is dt · x"
+        return f"{reason} (here q is C, k is B and v is dt · x)"
     return None
 
 

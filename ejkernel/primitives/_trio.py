@@ -62,18 +62,18 @@ class WiredTrio:
         arrays = dict(zip(operands, primals, strict=True))
         out = self.forward.bind(arrays, spec=spec, config=config, chooser=chooser, results=results)
         out = {n: checkpoint_name(x, f"{self.name}_{n}") for n, x in out.items()}
-        moving = {
+        tangent_operands = {
             name + TANGENT: t
             for name, t in zip(operands, tangents, strict=True)
             if self._has_tangent(name) and type(t) is not ad.Zero
         }
         asked = [name + TANGENT for name, x in out.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
-        moved = {}
-        if moving and asked:
+        out_tangents = {}
+        if tangent_operands and asked:
             kept = {name: out[name] for name in self.residuals}
-            moved = self._derived(self.tangent, {**arrays, **kept, **moving}, spec, chooser, asked)
+            out_tangents = self._derived(self.tangent, {**arrays, **kept, **tangent_operands}, spec, chooser, asked)
         zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
-        return list(out.values()), [moved.get(name + TANGENT, zero(x)) for name, x in out.items()]
+        return list(out.values()), [out_tangents.get(name + TANGENT, zero(x)) for name, x in out.items()]
 
     def _transpose_tangent(self, cotangents, *args, operands, results, spec, config, chooser):
         named = dict(zip(operands, args, strict=True))
@@ -81,21 +81,21 @@ class WiredTrio:
         if not all(n.endswith(TANGENT) for n in wanted):
             raise NotImplementedError(f"{self.tangent.name} is linear in its tangents alone, not in {wanted}")
         known = {n: x for n, x in named.items() if not n.endswith(TANGENT)}
-        return self._pulled_back(cotangents, named, known, wanted, TANGENT, results, spec, chooser)
+        return self._pullback(cotangents, named, known, wanted, TANGENT, results, spec, chooser)
 
     def _transpose_backward(self, cotangents, *args, operands, results, spec, config, chooser):
         named = dict(zip(operands, args, strict=True))
         wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
         if not all(n.endswith(COTANGENT) for n in wanted):
             raise NotImplementedError(f"{self.backward.name} is linear in its cotangents alone, not in {wanted}")
-        moving = {
+        cotangent_tangents = {
             r.removesuffix(COTANGENT) + TANGENT: ct
             for r, ct in zip(results, cotangents, strict=True)
             if type(ct) is not ad.Zero
         }
-        if not moving:
+        if not cotangent_tangents:
             return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
-        named_tangent = {n: x for n, x in named.items() if not n.endswith(COTANGENT)} | moving
+        named_tangent = {n: x for n, x in named.items() if not n.endswith(COTANGENT)} | cotangent_tangents
         asked = self.tangent.results or [n.removesuffix(COTANGENT) + TANGENT for n in wanted]
         out = self._derived(self.tangent, named_tangent, spec, chooser, asked)
         return [out[n.removesuffix(COTANGENT) + TANGENT] if n in wanted else None for n in named]
@@ -109,19 +109,19 @@ class WiredTrio:
         if self.residuals:
             out = self.forward.bind(known, spec=spec, config=config, chooser=chooser, results=results)
             known |= {n: out[n] for n in self.residuals}
-        return self._pulled_back(cotangents, named, known, wanted, "", results, spec, chooser)
+        return self._pullback(cotangents, named, known, wanted, "", results, spec, chooser)
 
-    def _pulled_back(self, cotangents, named, known, wanted, suffix, results, spec, chooser):
-        """The cotangents of the `wanted` operands, by the backward; names of both have a suffix."""
-        live = {
+    def _pullback(self, cotangents, named, known, wanted, suffix, results, spec, chooser):
+        """The cotangents of the operands `wanted`, by the backward primitive; `suffix` ends the names of both."""
+        cotangent_operands = {
             r.removesuffix(suffix) + COTANGENT: ct
             for r, ct in zip(results, cotangents, strict=True)
             if type(ct) is not ad.Zero
         }
-        if not live:
+        if not cotangent_operands:
             return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
         asked = [n.removesuffix(suffix) + COTANGENT for n in wanted]
-        out = self._derived(self.backward, {**known, **live}, spec, chooser, asked)
+        out = self._derived(self.backward, {**known, **cotangent_operands}, spec, chooser, asked)
         return [out[n.removesuffix(suffix) + COTANGENT] if n in wanted else None for n in named]
 
     @staticmethod

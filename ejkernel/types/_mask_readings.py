@@ -79,8 +79,8 @@ def get_shardings(self, sequence_parallel: bool = False, *, mesh: Mesh) -> MaskS
     wanted = dict.fromkeys(MaskSharding._fields, (batch, length)) | dict(
         attention_mask=(batch, heads, length, None), cu_seqlens_q=(None,), cu_seqlens_kv=(None,)
     )
-    held = {name: getattr(self, name if name.endswith("positions") else f"_{name}") for name in wanted}
-    return MaskSharding(**{n: _dividing(wanted[n], x.shape, mesh) for n, x in held.items() if x is not None})
+    arrays = {name: getattr(self, name if name.endswith("positions") else f"_{name}") for name in wanted}
+    return MaskSharding(**{n: _dividing(wanted[n], x.shape, mesh) for n, x in arrays.items() if x is not None})
 
 
 def _names(axes) -> tuple[str, ...]:

@@ -53,16 +53,18 @@ def _again(branches: Sequence[Callable], index: Array, operands: Sequence[Any], 
 
 def _jvp(primals, tangents, *, branches, operation):
     index, *operands = primals
-    moving = [i for i, t in enumerate(tangents[1:]) if type(t) is not ad.Zero]
+    differentiated = [i for i, t in enumerate(tangents[1:]) if type(t) is not ad.Zero]
 
     def tangent(branch, *arrays):
-        along, count = [arrays[i] for i in moving], len(operands)
-        of_moving = lambda *moved: jaxpr_as_fun(branch)(*_with(arrays[:count], moving, moved))
-        return jax.jvp(of_moving, along, list(arrays[count:]))[1]
+        along, count = [arrays[i] for i in differentiated], len(operands)
+        of_differentiated = lambda *inputs: jaxpr_as_fun(branch)(*_with(arrays[:count], differentiated, inputs))
+        return jax.jvp(of_differentiated, along, list(arrays[count:]))[1]
 
     out = switch_p.bind(*primals, branches=branches, operation=operation)
-    moved = [tangents[1 + i] for i in moving]
-    return out, _again([partial(tangent, branch) for branch in branches], index, [*operands, *moved], operation)
+    nonzero_tangents = [tangents[1 + i] for i in differentiated]
+    return out, _again(
+        [partial(tangent, branch) for branch in branches], index, [*operands, *nonzero_tangents], operation
+    )
 
 
 def _transpose(cotangents, index, *operands, branches, operation):
@@ -76,8 +78,8 @@ def _transpose(cotangents, index, *operands, branches, operation):
         rest = iter(arrays[: len(known)])
         others = [None if i in wanted else next(rest) for i in range(len(operands))]
 
-        def of_wanted(*moved):
-            results = jaxpr_as_fun(branch)(*_with(others, wanted, moved))
+        def of_wanted(*inputs):
+            results = jaxpr_as_fun(branch)(*_with(others, wanted, inputs))
             return [results[i] for i in given]
 
         return jax.linear_transpose(of_wanted, *(operands[i].aval for i in wanted))(list(arrays[len(known) :]))

@@ -68,10 +68,10 @@ def test_the_backward_lowers(d, options):
     [
         (shapes(), BlocksparseAttentionSpec(causal=True), None),
         (shapes(block=(512, 512)), BlocksparseAttentionSpec(causal=True, block_size=(512, 512)), None),
-        (shapes(block=(64, 64)), BlocksparseAttentionSpec(block_size=(64, 64)), "is (64, 64), which no tile"),
+        (shapes(block=(64, 64)), BlocksparseAttentionSpec(block_size=(64, 64)), "is (64, 64); no tile size"),
         (shapes(t=520), BlocksparseAttentionSpec(), None),
-        (shapes(t=520), BlocksparseAttentionSpec(causal=True), "which no tile of these kernels divides"),
-        (shapes(), BlocksparseAttentionSpec(window=(100, 500)), "which no tile of these kernels divides"),
+        (shapes(t=520), BlocksparseAttentionSpec(causal=True), "no tile size of the Mosaic GPU kernels divides it"),
+        (shapes(), BlocksparseAttentionSpec(window=(100, 500)), "no tile size of the Mosaic GPU kernels divides it"),
         (shapes(cu_seqlens_q=jax.ShapeDtypeStruct((1, 3), jnp.int32)), BlocksparseAttentionSpec(), "cu_seqlens_q"),
     ],
 )  # fmt: skip

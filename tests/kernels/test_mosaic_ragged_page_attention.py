@@ -102,7 +102,7 @@ def test_arrays_written_in_place_are_not_sliced(platform):
 def test_few_tokens_are_decoded():
     x = a_call(48)
     assert custom_calls(lambda x: lax.ragged_page_attention(**x), x)["mosaic_gpu_v2"] == 0
-    assert "tokens of the step: 48" in str(ejkernel.explain("ragged_page_attention", **x, target=HOPPER))
+    assert "48 tokens in the step" in str(ejkernel.explain("ragged_page_attention", **x, target=HOPPER))
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_few_tokens_are_decoded():
         ("k_scale", {}, dict(k_scale=jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32))),
         ("softmax_scale is -0.1", dict(softmax_scale=-0.1), {}),
         ("softcap is 200", dict(softcap=200.0), {}),
-        ("tokens of the step: 48", {}, dict(tokens=48)),
-        ("in an average sequence: 40", {}, dict(tokens=100, sequences=10)),
+        ("48 tokens in the step", {}, dict(tokens=48)),
+        ("sequences of 40 tokens", {}, dict(tokens=100, sequences=10)),
     ],
     ids=lambda x: x.replace(" ", "_") if isinstance(x, str) else "",
 )

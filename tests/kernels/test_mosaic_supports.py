@@ -120,8 +120,8 @@ def test_few_keys_are_left_to_smaller_blocks():
     few, many = (jax.ShapeDtypeStruct((2, n, 4, 64), jnp.bfloat16) for n in (LEAST_KEYS - 1, 4 * LEAST_KEYS))
     narrow = FlashAttentionSpec(causal=True, window=(127, None))
     for f in (flash_attention, flash_attention_jvp, flash_attention_bwd):
-        assert "query sees: at most 255;" in f.supports(FlashAttentionSpec(), Operands(few, few, few), HOPPER)
-        assert "query sees: at most 128;" in f.supports(narrow, Operands(many, many, many), HOPPER)
+        assert "see at most 255 keys;" in f.supports(FlashAttentionSpec(), Operands(few, few, few), HOPPER)
+        assert "see at most 128 keys;" in f.supports(narrow, Operands(many, many, many), HOPPER)
         assert f.supports(FlashAttentionSpec(), Operands(many, many, many), HOPPER) is None
 
 

@@ -10,16 +10,16 @@ import pytest
 from ejkernel.kernels._pallas.gpu.flash_attention.tile_scheduler import PersistentTileScheduler, SingleTileScheduler
 
 SCHEDULERS = [
-    PersistentTileScheduler(tiles=8, heads=256, rising=True, processors=132),
-    PersistentTileScheduler(tiles=8, heads=256, rising=False, processors=132),
-    PersistentTileScheduler(tiles=7, heads=45, rising=True, processors=132),
-    PersistentTileScheduler(tiles=9, heads=35, rising=True, processors=132),
-    PersistentTileScheduler(tiles=3, heads=35, rising=True, processors=132),
-    PersistentTileScheduler(tiles=1, heads=1, rising=True, processors=132),
-    PersistentTileScheduler(tiles=64, heads=64, rising=True, processors=132, long=True),
-    PersistentTileScheduler(tiles=43, heads=64, rising=False, processors=132, long=True),
-    PersistentTileScheduler(tiles=100, heads=21, rising=True, processors=132, long=True),
-    PersistentTileScheduler(tiles=8, heads=40, rising=True, processors=132, long=True),
+    PersistentTileScheduler(tiles=8, heads=256, later_tiles_are_longer=True, processors=132),
+    PersistentTileScheduler(tiles=8, heads=256, later_tiles_are_longer=False, processors=132),
+    PersistentTileScheduler(tiles=7, heads=45, later_tiles_are_longer=True, processors=132),
+    PersistentTileScheduler(tiles=9, heads=35, later_tiles_are_longer=True, processors=132),
+    PersistentTileScheduler(tiles=3, heads=35, later_tiles_are_longer=True, processors=132),
+    PersistentTileScheduler(tiles=1, heads=1, later_tiles_are_longer=True, processors=132),
+    PersistentTileScheduler(tiles=64, heads=64, later_tiles_are_longer=True, processors=132, long=True),
+    PersistentTileScheduler(tiles=43, heads=64, later_tiles_are_longer=False, processors=132, long=True),
+    PersistentTileScheduler(tiles=100, heads=21, later_tiles_are_longer=True, processors=132, long=True),
+    PersistentTileScheduler(tiles=8, heads=40, later_tiles_are_longer=True, processors=132, long=True),
     SingleTileScheduler(tiles=100, heads=10, together=4, rising=True, processors=132),
     SingleTileScheduler(tiles=100, heads=10, together=1, rising=False, processors=132),
     SingleTileScheduler(tiles=3, heads=5, together=1, rising=False, processors=132),
@@ -51,7 +51,7 @@ def test_every_tile_is_scheduled_once(scheduler):
 @pytest.mark.parametrize("tiles, heads", [(8, 256), (32, 64), (22, 64), (128, 16), (86, 16), (9, 310)])
 def test_blocks_have_as_much_to_do(tiles, heads):
     """With as many blocks of keys for a tile as its position says, and one."""
-    place, _, block = work(PersistentTileScheduler(tiles, heads, rising=True, processors=132))
+    place, _, block = work(PersistentTileScheduler(tiles, heads, later_tiles_are_longer=True, processors=132))
     load = np.bincount(block, place + 1)
     assert load.max() <= 1.03 * load.mean()
 
@@ -59,21 +59,21 @@ def test_blocks_have_as_much_to_do(tiles, heads):
 def test_a_few_tiles_are_scheduled_as_well_as_can_be():
     """At most the longest tile, or one tile more than the mean."""
     for tiles, heads in ((7, 45), (16, 35), (3, 35), (1, 1)):
-        place, _, block = work(PersistentTileScheduler(tiles, heads, rising=True, processors=132))
+        place, _, block = work(PersistentTileScheduler(tiles, heads, later_tiles_are_longer=True, processors=132))
         load = np.bincount(block, place + 1)
         assert load.max() <= max(load.mean() * 4 / 3, tiles)
 
 
 @pytest.mark.parametrize("late", [0, 4, 16, 32])
-@pytest.mark.parametrize("rising", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("later_tiles_are_longer", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("tiles, heads", [(64, 64), (128, 64), (86, 32)])
-def test_a_long_launch_shares_the_device(tiles, heads, rising, late):
+def test_a_long_launch_shares_the_device(tiles, heads, later_tiles_are_longer, late):
     """Another stream keeps `late` multiprocessors for the whole launch: in one wave it would take twice its time."""
 
     def time(long, late):
-        place, _, block = work(PersistentTileScheduler(tiles, heads, rising, 132, long))
+        place, _, block = work(PersistentTileScheduler(tiles, heads, later_tiles_are_longer, 132, long))
         free = [0.0] * (132 - late)
-        for load in np.bincount(block, place + 1 if rising else np.ones_like(place)):
+        for load in np.bincount(block, place + 1 if later_tiles_are_longer else np.ones_like(place)):
             heapq.heappushpop(free, free[0] + load)
         return max(free)
 
@@ -84,7 +84,7 @@ def test_a_long_launch_shares_the_device(tiles, heads, rising, late):
 
 def test_few_heads_at_a_time():
     """Four thread blocks begin with tiles of one head; except at the end, some heads end before others begin."""
-    place, head, block = work(PersistentTileScheduler(tiles=8, heads=256, rising=True, processors=132))
+    place, head, block = work(PersistentTileScheduler(tiles=8, heads=256, later_tiles_are_longer=True, processors=132))
     first = np.unique(block, return_index=True)[1]
     assert len(set(head[first].tolist())) == 33 and set(place[first].tolist()) == {4, 5, 6, 7}
     _, head, _ = work(SingleTileScheduler(tiles=100, heads=10, together=2, rising=True, processors=132))

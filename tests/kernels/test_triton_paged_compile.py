@@ -129,7 +129,7 @@ def test_decodes_fit_shared_memory(d, page, pool, beside, monkeypatch):
                 if launch.kernel.__name__ != "attend_kernel":
                     continue
                 constants = dict(launch.constants)
-                tiles = _paged.Tiles(constants["ROWS"], constants["BLOCK_K"], launch.num_warps, launch.num_stages)
+                tiles = _paged.TileConfig(constants["ROWS"], constants["BLOCK_K"], launch.num_warps, launch.num_stages)
                 taken = compiler.binary(launch, compiler.TARGETS["sm_90"]).shared
                 assert taken <= _paged.shared_memory(shapes, tiles) <= _launch.shared_memory_limit(target), launch
                 checked += 1

@@ -58,7 +58,7 @@ def test_in_the_interpreter(case):
 def test_features_in_blocks_in_the_interpreter(gates, monkeypatch):
     """More features of keys than a program takes at once, the last block being half full."""
     for module in (gradients, tangent):
-        monkeypatch.setattr(module, "WHOLE", dict.fromkeys(module.WHOLE, 0))
+        monkeypatch.setattr(module, "MOST_UNSPLIT_FEATURES", dict.fromkeys(module.MOST_UNSPLIT_FEATURES, 0))
     monkeypatch.setattr(gradients, "ROWS", 16)
     monkeypatch.setattr(tangent, "ROWS", dict.fromkeys(tangent.ROWS, 16))
     check_all(*Case("blocks", gates, B=1, H=2, G=1).make(20, jnp.float32))

@@ -39,7 +39,17 @@ BANISHED = {
 }
 FORMS = {form for forms in BANISHED for form in forms.split(", ")}
 # Not used as whole names in library and benchmarks; sentences may have them.
-NO_NAMES = {"seen", "_seen"}  # visible
+NO_NAMES = {
+    *("seen", "_seen", "is_seen"),  # visible
+    *("turned", "turned_back", "TURNED"),  # transposed, swap_ab
+    *("by_fours", "from_fours", "BY_FOURS"),  # interleave, deinterleave
+    *("rise", "risen", "stay"),  # rescale
+    *("hand", "hands"),  # assigned
+    *("leave", "in_warp", "of_threads", "waited_for"),  # store_registers_to_smem, warp_any, partial sums, wait
+    *("OfBlock", "of_next", "with_next"),  # what they are: inputs of a block, statistics, the next tile
+    *("begun", "live", "_pulled_back"),  # initial state, cotangents, pullback
+    *("dend", "dstart", "MOST_CODE", "WHOLE"),  # dfinal_state, dinitial_state, limits by what they count
+}
 # `math.floor`, `ast.walk`.
 ATTRIBUTES = {"floor", "walk"}
 

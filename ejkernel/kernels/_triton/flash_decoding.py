@@ -76,11 +76,11 @@ def _cache_spec(spec: FlashAttentionSpec) -> CacheSpec:
     )
 
 
-def _choices(spec: FlashAttentionSpec, x: Operands, target: Target) -> list[tuple[_paged.Tiles, int]]:
+def _choices(spec: FlashAttentionSpec, x: Operands, target: Target) -> list[tuple[_paged.TileConfig, int]]:
     return _paged.choices(_cache_spec(spec), target, _shapes(x), x.k.shape[1])
 
 
-def _tiles(x: Operands, config: KernelConfig) -> _paged.Tiles:
+def _tiles(x: Operands, config: KernelConfig) -> _paged.TileConfig:
     return _paged.decode_tiles(_shapes(x), config.block_k, config.num_warps, config.num_stages)
 
 

@@ -51,7 +51,7 @@ class KeptTiles:
         counts: numbers of batch elements, groups and members of a group, each 1 if a tile belongs to all of them, and
             of tiles along the rows and along the columns.
         block: rows and columns of a block.
-        held: rows and columns of blocks in a tile.
+        blocks_per_tile: rows and columns of blocks in a tile.
         masks: whether logits of a kept tile may be masked by more than the block mask.
         kept: the list of kept tiles.
     """
@@ -61,7 +61,7 @@ class KeptTiles:
     padding: tuple[int, int]
     counts: tuple[int, ...]
     block: tuple[int, int]
-    held: tuple[int, int]
+    blocks_per_tile: tuple[int, int]
     masks: bool
     kept: Kept
 
@@ -100,7 +100,7 @@ class KeptTiles:
         """The mask of a tile, combined with that of its blocks; None if nothing of it is masked."""
         if kept.blocks is None:
             return x.mask if self.masks else None
-        mask = self._slice("mask", kept.blocks, self._place(number, self.held), self.held)
+        mask = self._slice("mask", kept.blocks, self._place(number, self.blocks_per_tile), self.blocks_per_tile)
         for axis, block, length in zip((3, 4), self.block, self.size, strict=True):
             mask = lax.slice_in_dim(jnp.repeat(mask, min(block, length), axis), 0, length, axis=axis)
         return x.mask & mask
@@ -160,13 +160,13 @@ def _over_all(part: Callable, put: Callable, x: tuple, kept: Kept, totals: Any, 
 def _jvp(f: Callable, primals: tuple, tangents: tuple) -> tuple[Any, Any]:
     """The jvp of f by those of its arguments that have a tangent."""
     leaves, structure = jax.tree.flatten(primals)
-    moving = {n: t for n, t in enumerate(jax.tree.leaves(tangents)) if not isinstance(t, SymbolicZero)}
+    tangents_by_leaf = {n: t for n, t in enumerate(jax.tree.leaves(tangents)) if not isinstance(t, SymbolicZero)}
 
-    def of(*moved):
-        new = dict(zip(moving, moved, strict=True))
+    def of(*varied):
+        new = dict(zip(tangents_by_leaf, varied, strict=True))
         return f(*structure.unflatten([new.get(n, x) for n, x in enumerate(leaves)]))
 
-    return jax.jvp(of, tuple(leaves[n] for n in moving), tuple(moving.values()))
+    return jax.jvp(of, tuple(leaves[n] for n in tangents_by_leaf), tuple(tangents_by_leaf.values()))
 
 
 # --- The list of kept tiles -------------------------------------------------------------------------------------------
@@ -183,20 +183,20 @@ def cut(
     if any(map(jax.export.is_symbolic_dim, shape)):
         return tiles.cut(within_blocks(operands, spec), spec, config)
     x, mask = operands.attention, attention.fold_heads(operands.block_mask, operands.k.shape[2])
-    size, held = zip(*map(_length, shape, spec.block_size, (config.block_q, config.block_k)), strict=True)
+    size, blocks_per_tile = zip(*map(_length, shape, spec.block_size, (config.block_q, config.block_k)), strict=True)
     padding = -shape[0] % size[0], -shape[1] % size[1]
     folded = tiles.pad(attention.folded(x, spec, any(padding)), padding)
     masks = attention.hides(folded)
     if folded.mask is None:
         folded = folded._replace(mask=jnp.ones((1,) * 5, bool))
     numbers = tuple(math.ceil(n / of) for n, of in zip(shape, size, strict=True))
-    for axis, of_axis in enumerate(zip(numbers, size, held, spec.block_size, strict=True), 3):
+    for axis, of_axis in enumerate(zip(numbers, size, blocks_per_tile, spec.block_size, strict=True), 3):
         mask = _blocks_of_tiles(mask, axis, *of_axis)
     b, g, r, *_ = mask.shape
-    some = mask.reshape(b, g, r, numbers[0], held[0], numbers[1], held[1]).any((4, 6))
+    some = mask.reshape(b, g, r, numbers[0], blocks_per_tile[0], numbers[1], blocks_per_tile[1]).any((4, 6))
     some = some & _may_see(x, spec, size, of_batch=b > 1)
-    listed = _listed(some, None if held == (1, 1) else mask)
-    return folded, KeptTiles(size, shape, padding, some.shape, spec.block_size, held, masks, listed)
+    listed = _listed(some, None if blocks_per_tile == (1, 1) else mask)
+    return folded, KeptTiles(size, shape, padding, some.shape, spec.block_size, blocks_per_tile, masks, listed)
 
 
 def within_blocks(operands: Operands, spec: BlocksparseAttentionSpec) -> flash.Operands:
@@ -214,15 +214,15 @@ def _length(length: int, block: int, wanted: int) -> tuple[int, int]:
         least = math.ceil(block / wanted)
         parts = next((n for n in range(least, 2 * least) if block % n == 0), 1)
         return min(block // parts, max(1, length)), 1
-    held = max(1, min(wanted // block, math.ceil(length / block)))
-    return min(held * block, max(1, length)), held
+    blocks_per_tile = max(1, min(wanted // block, math.ceil(length / block)))
+    return min(blocks_per_tile * block, max(1, length)), blocks_per_tile
 
 
-def _blocks_of_tiles(mask: Array, axis: int, tiles: int, size: int, held: int, block: int) -> Array:
-    """The block mask with, along an axis, the `held` blocks of each tile, tile by tile."""
-    if held == 1:
+def _blocks_of_tiles(mask: Array, axis: int, tiles: int, size: int, blocks_per_tile: int, block: int) -> Array:
+    """The block mask with, along an axis, the blocks of each tile, tile by tile."""
+    if blocks_per_tile == 1:
         return jnp.take(mask, np.arange(tiles) * size // block, axis=axis)
-    widths = [(0, tiles * held - mask.shape[axis] if a == axis else 0, 0) for a in range(mask.ndim)]
+    widths = [(0, tiles * blocks_per_tile - mask.shape[axis] if a == axis else 0, 0) for a in range(mask.ndim)]
     return lax.pad(mask, np.array(False), widths)
 
 

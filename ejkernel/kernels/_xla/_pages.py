@@ -102,7 +102,7 @@ def softmax_of(x: Queries, position: Array, k: Array, v: Array, spec: CacheSpec)
     Keys and values without their first axis are shared by all queries.
     """
     is_visible, (tokens, heads, features), groups = visible(x, position), x.q.shape, k.shape[-2]
-    t, is_seen = ("t", is_visible) if k.ndim == 4 else ("", is_visible.any(0))
+    t, is_visible_to_any = ("t", is_visible) if k.ndim == 4 else ("", is_visible.any(0))
     dtype, zero = statistics_dtype(x.q.dtype), np.zeros((), k.dtype)
     q = x.q.astype(k.dtype).reshape(tokens, groups, heads // groups, features)
     s = jnp.einsum(f"tgrd,{t}lgd->tgrl", q, k, precision="highest", preferred_element_type=dtype)
@@ -113,7 +113,7 @@ def softmax_of(x: Queries, position: Array, k: Array, v: Array, spec: CacheSpec)
     s = jnp.where(is_visible[:, None, None], s, np.array(-np.inf, dtype))
     m = s.max(-1)
     p = jnp.exp(s - _finite(m)[..., None])
-    v = jnp.where(is_seen[..., None, None], v, zero)
+    v = jnp.where(is_visible_to_any[..., None, None], v, zero)
     o = jnp.einsum(f"tgrl,{t}lge->tgre", p.astype(v.dtype), v, precision="highest", preferred_element_type=dtype)
     return Softmax(m, p.sum(-1), o)
 

@@ -118,8 +118,8 @@ def of_token(dtype: Any, spec: GatedDeltaRuleSpec, state: Array, token: tuple) -
     q, k, v, beta, g = (None if a is None else a.astype(dtype) for a in token)
     q, k = (jnp.repeat(normalised(a, spec), v.shape[1] // a.shape[1], axis=1) for a in (q, k))
     q, decay = q * spec.softmax_scale, None if g is None else jnp.exp(g)
-    held, read = (times(_product("bhd,bhde->bhe", a, state), decay) for a in (k, q))
-    u = beta[..., None] * (v - held)
+    retrieved, read = (times(_product("bhd,bhde->bhe", a, state), decay) for a in (k, q))
+    u = beta[..., None] * (v - retrieved)
     return times(state, decay) + k[..., None] * u[:, :, None], read + (q * k).sum(-1, keepdims=True) * u
 
 
@@ -135,9 +135,9 @@ def of_chunk(dtype: Any, spec: GatedDeltaRuleSpec, state: Array, tokens: tuple) 
     weights = times(of_heads(_product("bhid,bhjd->bhij", q * spec.softmax_scale, k)), decay.between)
     weights = where(np.tri(c, dtype=bool)[None, None], weights, 0)
     q, k = of_heads(q * spec.softmax_scale), of_heads(k)
-    held = times(_product("bhid,bhde->bhie", k, state), decay.since)
+    retrieved = times(_product("bhid,bhde->bhie", k, state), decay.since)
     lower = where(np.tri(c, k=-1, dtype=bool)[None, None], beta * among_keys, 0)
-    u = _product("bhij,bhje->bhie", unit_lower_inverse(lower), beta * (v - held))
+    u = _product("bhij,bhje->bhie", unit_lower_inverse(lower), beta * (v - retrieved))
     o = times(_product("bhid,bhde->bhie", q, state), decay.since) + _product("bhij,bhje->bhie", weights, u)
     state = state if decay.total is None else state * lax.expand_dims(decay.total, (2, 3))
     return state + _product("bhjd,bhje->bhde", times(k, decay.until), u), o

@@ -124,12 +124,12 @@ def _result_dtype(dtype, lhs) -> str:
 
 
 def _offset(offset, group_sizes, rhs):
-    held, groups = rhs.shape[0], group_sizes.shape[0]
+    matrices, groups = rhs.shape[0], group_sizes.shape[0]
     if offset is None:
-        if groups != held:
+        if groups != matrices:
             raise value_error(
                 NAME,
-                f"group_sizes has {groups} groups but rhs has {held}; they must be equal, or group_offset be given",
+                f"group_sizes has {groups} groups but rhs has {matrices}; they must be equal, or group_offset be given",
                 rhs=rhs,
                 group_sizes=group_sizes,
             )
@@ -144,9 +144,9 @@ def _offset(offset, group_sizes, rhs):
     require_dtype(NAME, np.integer, "an integer type", group_offset=offset)
     if offset.shape not in ((), (1,)):
         raise value_error(NAME, "group_offset must be a scalar or [1]", group_offset=offset)
-    if groups < held:
+    if groups < matrices:
         raise value_error(
-            NAME, f"group_sizes has {groups} groups but rhs has {held}; they must be at least as many", rhs=rhs
+            NAME, f"group_sizes has {groups} groups but rhs has {matrices}; they must be at least as many", rhs=rhs
         )
     return int32(offset).reshape(1)
 

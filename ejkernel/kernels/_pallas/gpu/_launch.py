@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.compat import ask_ptxas_once
 from ejkernel.xla_utils.slices import aligned
 
-from ._inline.barriers import in_warp, named_barrier
+from ._inline.barriers import named_barrier, warp_any
 from ._inline.registers import PER_COLUMN, PER_ROW, ROWS, THREADS, WGMMA, opaque_barrier, opaque_copy
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "broadcast_columns",
     "broadcast_rows",
     "full",
-    "in_warp",
     "indices",
     "launch",
     "load_vector",
@@ -43,6 +42,7 @@ __all__ = [
     "stage_of",
     "sync",
     "times_rows",
+    "warp_any",
     "whole_eights",
 ]
 
@@ -130,7 +130,7 @@ def broadcast_columns(columns: Array, like: Array) -> Array:
 
 def times_rows(tile: Array, factors: Array) -> Array:
     """A tile times a factor for each row; a warp skips the product where all of its factors are 1."""
-    return lax.cond(in_warp(factors != 1, PER_ROW), lambda: tile * broadcast_rows(factors, tile), lambda: tile)
+    return lax.cond(warp_any(factors != 1, PER_ROW), lambda: tile * broadcast_rows(factors, tile), lambda: tile)
 
 
 def load_vector(ref, layout, optimized: bool = True) -> Array:

@@ -31,8 +31,8 @@ LEAST_KEYS = 128
 KEYS_OF_INVARIANT_SPLIT = 1024
 
 
-class Tiles(NamedTuple):
-    """Rows (tokens × heads of a group) and keys of a tile, warps and stages of the pipeline of a launch."""
+class TileConfig(NamedTuple):
+    """The config of a launch: rows (tokens × heads of a group) and keys of a tile, warps, pipeline stages."""
 
     rows: int
     keys: int
@@ -53,11 +53,11 @@ DECODE_SIZES = (
     (16, 4, 1),
 )
 PREFILL_SIZES = (
-    Tiles(128, 128, 8, 3),
-    Tiles(128, 64, 8, 3),
-    Tiles(64, 64, 4, 2),
-    Tiles(64, 32, 4, 2),
-    Tiles(64, 16, 4, 1),
+    TileConfig(128, 128, 8, 3),
+    TileConfig(128, 64, 8, 3),
+    TileConfig(64, 64, 4, 2),
+    TileConfig(64, 32, 4, 2),
+    TileConfig(64, 16, 4, 1),
 )
 
 
@@ -99,7 +99,7 @@ def refusal(target: Target, x: Shapes) -> str | None:
     return _launch.memory_refusal(smallest, target)
 
 
-def shared_memory(x: Shapes, tiles: Tiles) -> int:
+def shared_memory(x: Shapes, tiles: TileConfig) -> int:
     """Bytes of shared memory: keys and values in flight, one of each being multiplied, the queries, and the weights.
 
     Weights of few keys are there twice, as they change from the layout of one product to that of the other.
@@ -112,7 +112,7 @@ def shared_memory(x: Shapes, tiles: Tiles) -> int:
     return bytes_in_flight(x, tiles) + converted + numbers + tiles.rows * (d + weights) * x.q.dtype.itemsize
 
 
-def are_pairs(x: Shapes, tiles: Tiles) -> bool:
+def are_pairs(x: Shapes, tiles: TileConfig) -> bool:
     """Whether keys and values are read in pairs of features: of eight bits, beside queries of sixteen."""
     widths = (x.k.shape[-1], x.v.shape[-1])
     powers_of_two = all(n >= 2 * SMALLEST_TILE and n == power_of_two(n) for n in widths)
@@ -120,7 +120,7 @@ def are_pairs(x: Shapes, tiles: Tiles) -> bool:
     return eight_bits and powers_of_two and tiles.rows <= LARGEST_DECODE_TILE
 
 
-def bytes_in_flight(x: Shapes, tiles: Tiles) -> int:
+def bytes_in_flight(x: Shapes, tiles: TileConfig) -> int:
     """Bytes of keys and values that the pipeline of a program has in flight.
 
     Where a tile has several pages every other stage is for their numbers, and holds no keys; products of warpgroups,
@@ -134,7 +134,7 @@ def bytes_in_flight(x: Shapes, tiles: Tiles) -> int:
     return max(1, buffers) * tiles.keys * (_width(x.k) + _width(x.v)) * x.k.dtype.itemsize
 
 
-def _has_page_numbers(x: Shapes, tiles: Tiles) -> bool:
+def _has_page_numbers(x: Shapes, tiles: TileConfig) -> bool:
     """Whether the pipeline loads several page numbers for a tile."""
     return _reads_tables(x) and x.k.shape[2] % tiles.keys != 0
 
@@ -148,20 +148,20 @@ def _width(x: Any) -> int:
     return max(SMALLEST_TILE, power_of_two(x.shape[-1]))
 
 
-def fitting(sizes: Sequence[Tiles], x: Shapes) -> Tiles:
+def fitting(sizes: Sequence[TileConfig], x: Shapes) -> TileConfig:
     """The first of the sizes whose tiles fit the shared memory of the GPU that what is traced is for."""
     limit = _launch.shared_memory_limit(gpu_target())
     return next(tiles for tiles in sizes if shared_memory(x, tiles) <= limit)
 
 
-def decode_tiles(x: Shapes, keys: int, warps: int, stages: int) -> Tiles:
+def decode_tiles(x: Shapes, keys: int, warps: int, stages: int) -> TileConfig:
     """Tiles of a decode, with rows for the heads of a group and the tokens of a sequence, and warps enough for them."""
     heads = x.q.shape[2] // x.k.shape[3]
     rows = max(SMALLEST_TILE, power_of_two(heads), min(LARGEST_DECODE_TILE, power_of_two(heads * x.tokens)))
-    return Tiles(rows, keys, max(warps, rows // SMALLEST_TILE), stages)
+    return TileConfig(rows, keys, max(warps, rows // SMALLEST_TILE), stages)
 
 
-def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple[Tiles, int]]:
+def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple[TileConfig, int]]:
     """Tiles and splits that may be best for sequences of up to so many keys, the likeliest first."""
     limit, cores = _launch.shared_memory_limit(target), target.core_count or DEFAULT_CORE_COUNT
     programs = x.q.shape[0] * x.sequences * x.k.shape[3]
@@ -182,13 +182,13 @@ def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple
     return sorted(found, key=found.get)[:8]
 
 
-def _resident(x: Shapes, tiles: Tiles, limit: int) -> int:
+def _resident(x: Shapes, tiles: TileConfig, limit: int) -> int:
     """Programs that are resident on a multiprocessor at once."""
     most = MOST_OF_PAIRS if are_pairs(x, tiles) else MOST_RESIDENT_WARPS
     return min(most // tiles.warps, max(1, limit // shared_memory(x, tiles)))
 
 
-def _splits(spec: CacheSpec, in_tiles: int, tiles: Tiles, most: int) -> Sequence[int]:
+def _splits(spec: CacheSpec, in_tiles: int, tiles: TileConfig, most: int) -> Sequence[int]:
     """Into how many splits the tiles of a sequence may be cut."""
     if spec.num_splits is not None:
         return [spec.num_splits]
@@ -210,7 +210,7 @@ def _time(programs: int, keys: int, resident: int, saturating: float, cores: int
     return time + math.ceil(programs / (cores * resident)) * _STARTUP_KEYS
 
 
-def excess(x: Shapes, tiles: Tiles) -> str | None:
+def excess(x: Shapes, tiles: TileConfig) -> str | None:
     """What the kernels have against tiles for these operands where the environment limits shared memory, or None."""
     limit, needed = _launch.limit_of_environment(), shared_memory(x, tiles)
     if limit is None or needed <= limit:
@@ -234,7 +234,7 @@ def check(operation: str, wrong: str | None) -> None:
         raise ValueError(f"{operation} (triton): {wrong}")
 
 
-def configs(of: type[Config], choices: Sequence[tuple[Tiles, int]]) -> list[Config]:
+def configs(of: type[Config], choices: Sequence[tuple[TileConfig, int]]) -> list[Config]:
     """The configs of an operation's class that ask for these tiles and splits."""
     return [
         of(
@@ -249,7 +249,7 @@ def configs(of: type[Config], choices: Sequence[tuple[Tiles, int]]) -> list[Conf
     ]
 
 
-def tiles_of(x: Shapes, config: Any) -> Tiles:
+def tiles_of(x: Shapes, config: Any) -> TileConfig:
     """The tiles of a decode that a config of one of the operations asks for."""
     return decode_tiles(x, config.keys_per_block, config.num_warps, config.num_stages)
 

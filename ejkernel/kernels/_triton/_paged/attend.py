@@ -25,8 +25,8 @@ def attend_tile(
     v_scale_strides: tl.constexpr = problem.v_scale
     position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     # A slot that is not visible is not read: the nearest visible one is read instead.
-    held = tl.minimum(tl.maximum(position, low), high - 1) if MASKED else position
-    page, slot = page_and_slot(block_tables, batch, sequence, tile, held, problem, BLOCK_K)
+    clamped_position = tl.minimum(tl.maximum(position, low), high - 1) if MASKED else position
+    page, slot = page_and_slot(block_tables, batch, sequence, tile, clamped_position, problem, BLOCK_K)
     row_of_k, row_of_v = row_at(k_strides, batch, page, slot, group), row_at(v_strides, batch, page, slot, group)
     if PAIRS:
         first, second = load_pairs(k, row_of_k, 0, problem.D, None, problem)
@@ -41,7 +41,7 @@ def attend_tile(
         s = problem.softcap * LOG2E * tanh(s)
     is_visible = None
     if MASKED:
-        visible_to = (held == position)[None, :]
+        visible_to = (clamped_position == position)[None, :]
         if problem.causal and problem.drafts == 0:
             visible_to = visible_to & (position[None, :] <= place[:, None])
         if problem.left is not None:

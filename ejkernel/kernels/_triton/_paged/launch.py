@@ -25,7 +25,7 @@ from . import (
     PREFILL_SIZES,
     SMALLEST_TILE,
     Shapes,
-    Tiles,
+    TileConfig,
     are_pairs,
     fitting,
     power_of_two,
@@ -79,7 +79,7 @@ def attend(
     spec: CacheSpec,
     sequences: int,
     splits: int,
-    tiles: Tiles,
+    tiles: TileConfig,
     causal: bool = True,
     sinks_of_empty: bool = False,
     prefill: Callable[[int], Results] | None = None,
@@ -159,7 +159,7 @@ def _problem(x: Step, spec: CacheSpec, sequences: int, causal: bool, sinks_of_em
     )  # fmt: skip
 
 
-def _keys_per_split(problem: Problem, spec: CacheSpec, tiles: Tiles) -> int:
+def _keys_per_split(problem: Problem, spec: CacheSpec, tiles: TileConfig) -> int:
     """Whole tiles, whatever else is in the step; where splits are asked for, of all keys that a sequence can have."""
     if spec.num_splits is None:
         return triton.cdiv(KEYS_OF_INVARIANT_SPLIT, tiles.keys) * tiles.keys
@@ -167,7 +167,7 @@ def _keys_per_split(problem: Problem, spec: CacheSpec, tiles: Tiles) -> int:
     return triton.cdiv(triton.cdiv(keys, spec.num_splits), tiles.keys) * tiles.keys
 
 
-def _decoded(x: Step, problem: Problem, schedule: Schedule, tiles: Tiles, results: Results) -> Results:
+def _decoded(x: Step, problem: Problem, schedule: Schedule, tiles: TileConfig, results: Results) -> Results:
     """Those of rows of few tokens, whose splits are merged."""
     if schedule.splits == 1 and x.plan is None:
         return _attend(x, problem, schedule, tiles, results)
@@ -200,7 +200,7 @@ def _are_merged_at_once(schedule: Schedule) -> bool:
 
 
 def _attend(
-    x: Step, problem: Problem, schedule: Schedule, tiles: Tiles, results: Results, parts: Results | None = None
+    x: Step, problem: Problem, schedule: Schedule, tiles: TileConfig, results: Results, parts: Results | None = None
 ) -> Results:
     """Those of rows that are not split, or whose splits are merged in the launch, by way of arrays of these types."""
     programs = x.q.shape[0] * (schedule.items or schedule.rows * schedule.splits) * problem.G
@@ -224,10 +224,10 @@ def _width(features: int) -> int:
     return max(SMALLEST_TILE, power_of_two(features))
 
 
-def _sizes(x: Step, problem: Problem, schedule: Schedule, tiles: Tiles) -> dict[str, int]:
+def _sizes(x: Step, problem: Problem, schedule: Schedule, tiles: TileConfig) -> dict[str, int]:
     width = _width(problem.V)
-    held = max(1, _NUMBERS_PER_THREAD * 32 * tiles.warps // (tiles.rows * width))
-    splits = min(held, SPLITS_PER_TILE if schedule.items else power_of_two(schedule.splits))
+    splits_in_registers = max(1, _NUMBERS_PER_THREAD * 32 * tiles.warps // (tiles.rows * width))
+    splits = min(splits_in_registers, SPLITS_PER_TILE if schedule.items else power_of_two(schedule.splits))
     return dict(
         ROWS=tiles.rows, BLOCK_K=tiles.keys, WIDTH=_width(problem.D), V_WIDTH=width, SPLITS=splits,
         PAIRS=are_pairs(Shapes(x.q, x.k, x.v, problem.N), tiles),
@@ -243,7 +243,7 @@ def _launched(
     grid: int,
     problem: Problem,
     schedule: Schedule,
-    tiles: Tiles,
+    tiles: TileConfig,
     zeroed: str = "",
     **sizes: int,
 ) -> Results:

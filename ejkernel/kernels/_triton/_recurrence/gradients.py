@@ -39,8 +39,8 @@ from .pair_gradients import gate_gradients, pair_gradients
 from .problem import Places, Problem, gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import ROWS, block_of, chunk_states
 
-WHOLE = {tl.bfloat16: 256, tl.float32: 128}
-"""The most features of keys of a block without decays of features, by the dtype of products; else blocks of `ROWS`."""
+MOST_UNSPLIT_FEATURES = {tl.bfloat16: 256, tl.float32: 128}
+"""The most features of keys that one program takes without decays of features; more are split into blocks of `ROWS`."""
 
 
 def recurrence_bwd(
@@ -61,34 +61,36 @@ def recurrence_bwd(
     config = replace(config, **WIDE) if wide else config
     x, do = gamma_of_batch(primals, primals.q.shape[0]), cotangents.o
     do = jnp.zeros((*x.q.shape[:2], max(x.q.shape[2], x.v.shape[2]), x.v.shape[3]), x.q.dtype) if do is None else do
-    num_splits, start, dend = splits.number_of(x), x.initial_state, cotangents.final_state
+    num_splits, initial_state, dfinal_state = splits.number_of(x), x.initial_state, cotangents.final_state
     if num_splits > 1:
         q, k, v, g, gk, do = (splits.split(a, num_splits) for a in (*x[:5], do))
         x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, num_splits))
     p = problem_of(x, spec, config.block_q, wide=wide)
     places, gates = places_of(x, p), (x.g, x.gk, x.gv, x.g_gamma)
-    dstart, precise = None, "initial_state" in wrt
+    dinitial_state, precise = None, "initial_state" in wrt
     if wrt == ("initial_state",):
         how = dict(backward=True, precise=True)
         if num_splits > 1:
-            return (splits.initial_states(x.q, do, gates, dend, num_splits, p, config, **how)[1],)
-        return (chunk_states(x.q, do, *gates, dend, places, p, config, keep=False, **how)[1],)
+            return (splits.initial_states(x.q, do, gates, dfinal_state, num_splits, p, config, **how)[1],)
+        return (chunk_states(x.q, do, *gates, dfinal_state, places, p, config, keep=False, **how)[1],)
     if num_splits > 1:
-        start, _ = splits.initial_states(x.k, x.v, gates, start, num_splits, p, config, backward=False, precise=False)
-        dend, dstart = splits.initial_states(
-            x.q, do, gates, dend, num_splits, p, config, backward=True, precise=precise
+        initial_state, _ = splits.initial_states(
+            x.k, x.v, gates, initial_state, num_splits, p, config, backward=False, precise=False
         )
-    states, _ = chunk_states(x.k, x.v, *gates, start, places, p, config, backward=False)
+        dfinal_state, dinitial_state = splits.initial_states(
+            x.q, do, gates, dfinal_state, num_splits, p, config, backward=True, precise=precise
+        )
+    states, _ = chunk_states(x.k, x.v, *gates, initial_state, places, p, config, backward=False)
     dstates, last = chunk_states(
-        x.q, do, *gates, dend, places, p, config, backward=True, precise=precise and num_splits == 1
+        x.q, do, *gates, dfinal_state, places, p, config, backward=True, precise=precise and num_splits == 1
     )
     found = _gradients(x, do, states, dstates, places, {"g", "gk", "gv", "g_gamma"}.intersection(wrt), p, config)
     found = {name: splits.merged(a, num_splits) for name, a in found.items()}
-    summed = lambda dg, like: exact_sum(dg, (0, 1) if like.shape[0] == 1 else (1,)).reshape(like.shape)
+    summed = lambda dg, gate: exact_sum(dg, (0, 1) if gate.shape[0] == 1 else (1,)).reshape(gate.shape)
     gradients = {
         **{name: lambda name=name: found["d" + name] for name in ("q", "k", "v", "g", "gk", "gv")},
         "g_gamma": lambda: summed(found["dg"], primals.g_gamma),
-        "initial_state": lambda: last if dstart is None else dstart,
+        "initial_state": lambda: last if dinitial_state is None else dinitial_state,
     }
     return tuple(gradients[name]().astype(getattr(x, name).dtype) for name in wrt)
 
@@ -98,28 +100,28 @@ def _gradients(
 ) -> dict[str, jax.Array]:
     """dq, dk and dv; if gates are asked for, dgk and dgv if features decay, and dg if heads do or it is asked for."""
     array = jax.ShapeDtypeStruct
-    like = lambda a: array((p.B, p.S, p.H, a.shape[3]), a.dtype if a.shape[2] == p.H else jnp.float32)
-    alone = lambda name: getattr(x, name).dtype if of_gates <= {"gk", "gv"} else jnp.float32
-    of_feature = lambda name: {"dgk": array(getattr(x, name).shape, alone(name))} if of_gates else {}
-    types = {"dk": like(x.k), "dq": like(x.q)}
+    result_type = lambda a: array((p.B, p.S, p.H, a.shape[3]), a.dtype if a.shape[2] == p.H else jnp.float32)
+    gate_gradient_dtype = lambda name: getattr(x, name).dtype if of_gates <= {"gk", "gv"} else jnp.float32
+    of_feature = lambda name: {"dgk": array(getattr(x, name).shape, gate_gradient_dtype(name))} if of_gates else {}
+    types = {"dk": result_type(x.k), "dq": result_type(x.q)}
     run = lambda given, types, rows, p: _run(given, types, rows, places, p, config)
     given, rows = (x.q, x.k, x.v, do, *x[3:7], states, dstates), min(config.block_d, p.D_PAD)
     if x.gv is not None:  # the same kernel with values and keys exchanged
         found = run(given, types | (of_feature("gk") if p.by_feature else {}), rows, p)
         given = (do, x.v, x.k, x.q, x.g, x.gv, x.gk, x.g_gamma, states, dstates)
-        types = {"dk": like(x.v), **of_feature("gv")}
+        types = {"dk": result_type(x.v), **of_feature("gv")}
         of_values = run(given, types, min(config.block_d, p.V_PAD), p.of_values)
         found |= {{"dk": "dv", "dgk": "dgv"}[name]: a for name, a in of_values.items()}
     elif p.by_feature:  # the decays of all features at once would not fit into registers
         found = run(given, types | of_feature("gk"), rows, p)
     else:
-        rows = p.D_PAD if (ROWS if p.exact else WHOLE[p.dtype]) >= p.D_PAD else ROWS
-        types |= {"dv": like(x.v)} if rows == p.D_PAD else {}
+        rows = p.D_PAD if (ROWS if p.exact else MOST_UNSPLIT_FEATURES[p.dtype]) >= p.D_PAD else ROWS
+        types |= {"dv": result_type(x.v)} if rows == p.D_PAD else {}
         types |= {"dg": array((triton.cdiv(p.D, rows), p.B, p.S, p.H), jnp.float32)} if of_gates else {}
         found = run(given, types, rows, p)
         found |= {"dg": found["dg"].sum(0)} if of_gates else {}
     if "dv" not in found:
-        found["dv"] = _of_values(x, do, dstates, like(x.v), places, p, config)
+        found["dv"] = _of_values(x, do, dstates, result_type(x.v), places, p, config)
     found = {name: zero_elsewhere(a, places) for name, a in found.items()}
     if "dg" not in found and of_gates - {"gk", "gv"}:
         found["dg"] = found["dgk" if p.by_feature else "dgv"].sum(-1)
@@ -228,7 +230,7 @@ def gradients_kernel(
     factored = pairs.can_factor(G, pairs.middle(T), p) if p.by_feature and not p.exact else False
     dq_inter, dk_inter = tiles.times(dq_inter, G, p) * p.scale, tiles.times(dk_inter, U, p)
     W = (dweights if gv is None else tl.where(tiles.causal_mask(p), dweights, 0.0)) * p.scale
-    dq_tile, dk_tile, of_pairs = pair_gradients(q_tile, k_tile, W, gate, G, T, dq_inter, dk_inter, factored, p)
+    dq_tile, dk_tile, dg_intra = pair_gradients(q_tile, k_tile, W, gate, G, T, dq_inter, dk_inter, factored, p)
     if dq is not None:
         tiles.store_tile(dq, dq_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
     tiles.store_tile(dk, dk_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
@@ -236,11 +238,11 @@ def gradients_kernel(
     dk_inter *= k_tile.to(tl.float32)
     if dgk is not None:
         state_term *= tl.exp(T)
-        dgate = gate_gradients(of_pairs, dq_inter, dk_inter, state_term[None, :], factored, p)
+        dgate = gate_gradients(dg_intra, dq_inter, dk_inter, state_term[None, :], factored, p)
         tiles.store_tile(dgk, dgate, batch, at, left, head, p.H, row, p.D, ROWS, p)
     if dg is not None:
         state_term = tl.sum(state_term, 0) * tl.exp(T)
-        dgate = gate_gradients(tl.sum(of_pairs, 1), tl.sum(dq_inter, 1), tl.sum(dk_inter, 1), state_term, factored, p)
+        dgate = gate_gradients(tl.sum(dg_intra, 1), tl.sum(dq_inter, 1), tl.sum(dk_inter, 1), state_term, factored, p)
         dg += tl.cast(row // ROWS, tl.int64) * (p.B * p.S * p.H)
         address, exists = tiles.row_pointers(dg, batch, at, left, head, p)
         tl.store(address, dgate, mask=exists)

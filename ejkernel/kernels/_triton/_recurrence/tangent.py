@@ -26,7 +26,7 @@ from . import outputs, pairs, tiles
 from .problem import gamma_of_batch, places_of, problem_of, zero_elsewhere
 from .states import WARPS
 
-WHOLE, ROWS = {tl.bfloat16: 128, tl.float32: 32}, {tl.bfloat16: 64, tl.float32: 32}
+MOST_UNSPLIT_FEATURES, ROWS = {tl.bfloat16: 128, tl.float32: 32}, {tl.bfloat16: 64, tl.float32: 32}
 """By the dtype of products, the most features of keys that a program takes at once, and the size of a block of more."""
 
 
@@ -63,7 +63,7 @@ def recurrence_jvp(
         config=config,
         p=p,
         BLOCK=block,
-        ROWS=p.D_PAD if WHOLE[p.dtype] >= p.D_PAD else ROWS[p.dtype],
+        ROWS=p.D_PAD if MOST_UNSPLIT_FEATURES[p.dtype] >= p.D_PAD else ROWS[p.dtype],
     )
     return Outputs(zero_elsewhere(o_dot, places), final_dot)
 
@@ -77,7 +77,7 @@ def states_kernel(
     blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
     row_blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
     p_v: tl.constexpr = p.of_values
-    moving: tl.constexpr = g_dot is not None or gk_dot is not None or g_gamma_dot is not None
+    gates_vary: tl.constexpr = g_dot is not None or gk_dot is not None or g_gamma_dot is not None
     pid = tl.program_id(0)
     column, row = pid % blocks * COLUMNS, pid // blocks % row_blocks * ROWS
     pid = pid // (blocks * row_blocks)
@@ -96,7 +96,7 @@ def states_kernel(
         k_tile = tiles.load_tile(k, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, p)
         v_tile = tiles.load_tile(v, batch, at, left, head // p.per_value, p.HV, column, p.V, COLUMNS, p)
         _, _, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
-        if moving:
+        if gates_vary:
             _, _, U_dot, T_dot = tiles.gates(g_dot, gk_dot, g_gamma_dot, batch, at, left, head, row, ROWS, p, True)
             dot += state * (T_dot[:, None] if p.by_feature else T_dot)
         if gv_dot is not None:
@@ -108,12 +108,12 @@ def states_kernel(
             dot, state = dot * tl.exp(T_v)[None, :], state * tl.exp(T_v)[None, :]
             v_tile = tiles.times(v_tile, U_v, p_v)
         # The tangent of the decay is added to k_dot or to v_dot, to that which may be rounded in parts in the product.
-        if k_dot is not None or (moving and p.by_feature):
+        if k_dot is not None or (gates_vary and p.by_feature):
             k_change = load_change(k_dot, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, tl.float32, p)
-            if moving and p.by_feature:
+            if gates_vary and p.by_feature:
                 k_change += U_dot * k_tile.to(tl.float32)
             dot = tiles.add_tokens(dot, k_change, v_tile, U, 1.0, p, True)
-        if v_dot is not None or gv_dot is not None or (moving and not p.by_feature):
+        if v_dot is not None or gv_dot is not None or (gates_vary and not p.by_feature):
             v_change = load_change(
                 v_dot, batch, at, left, head // p.per_value, p.HV, column, p.V, COLUMNS, tl.float32, p
             )
@@ -121,7 +121,7 @@ def states_kernel(
                 v_change = tiles.times(v_change, U_v, p_v)
             if gv_dot is not None:
                 v_change += U_v_dot * v_tile
-            if moving and not p.by_feature:
+            if gates_vary and not p.by_feature:
                 v_change += U_dot[:, None] * v_tile.to(tl.float32)
             dot = tiles.add_tokens(dot, k_tile, v_change, U, 1.0, p, True)
         state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, 1.0, p, True)
@@ -138,7 +138,7 @@ def outputs_kernel(
 ):  # fmt: skip
     blocks: tl.constexpr = (p.V + BLOCK - 1) // BLOCK
     p_v: tl.constexpr = p.of_values
-    moving: tl.constexpr = g_dot is not None or gk_dot is not None or g_gamma_dot is not None
+    gates_vary: tl.constexpr = g_dot is not None or gk_dot is not None or g_gamma_dot is not None
     pid = tl.program_id(0)
     column, head = pid % blocks * BLOCK, pid // blocks % p.H
     number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
@@ -154,7 +154,7 @@ def outputs_kernel(
         q_change = load_change(q_dot, batch, at, left, head // p.per_query, p.HQ, row, p.D, ROWS, p.dtype, p)
         k_change = load_change(k_dot, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, p.dtype, p)
         gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
-        if moving:
+        if gates_vary:
             gate_dot, G_dot, _, T_dot = tiles.gates(
                 g_dot, gk_dot, g_gamma_dot, batch, at, left, head, row, ROWS, p, True
             )
@@ -162,10 +162,12 @@ def outputs_kernel(
             gate_dot, G_dot, T_dot = None, None, None
         state = tiles.load_state(states, of_chunk, row, ROWS, column, BLOCK, p)
         dot = tiles.load_state(states_dot, of_chunk, row, ROWS, column, BLOCK, p)
-        o_tile += state_tangents(q_tile, q_change, state, dot, G, G_dot, moving, p)
+        o_tile += state_tangents(q_tile, q_change, state, dot, G, G_dot, gates_vary, p)
         if gv_dot is not None:
             inter_chunk += tiles.product(tiles.times(q_tile, G, p).to(p.dtype), state, p)
-        weights_dot += pair_tangents(q_tile, k_tile, q_change, k_change, gate, G, T, gate_dot, G_dot, T_dot, moving, p)
+        weights_dot += pair_tangents(
+            q_tile, k_tile, q_change, k_change, gate, G, T, gate_dot, G_dot, T_dot, gates_vary, p
+        )
         if v_dot is not None or gv_dot is not None:
             weights += pairs.pair_weights(q_tile, k_tile, gate, G, T, p)
 
@@ -187,18 +189,18 @@ def outputs_kernel(
 
 
 @triton.jit
-def state_tangents(q, q_dot, state, state_dot, G, G_dot, moving: tl.constexpr, p: tl.constexpr):
+def state_tangents(q, q_dot, state, state_dot, G, G_dot, gates_vary: tl.constexpr, p: tl.constexpr):
     """exp(G_i) ((q̇_i + Ġ_i q_i)ᵀ h + q_iᵀ ḣ) over a block of features; float32 [C, ·]."""
     if p.by_feature:
         change = q_dot.to(tl.float32)
-        if moving:
+        if gates_vary:
             change += G_dot * q.to(tl.float32)
         found = tiles.product(tiles.times(change, G, p).to(p.dtype), state, p)
         found += tiles.product(tiles.times(q, G, p).to(p.dtype), state_dot, p)
         return found
     else:
         found = tiles.product(q_dot, state, p) + tiles.product(q, state_dot, p)
-        if moving:
+        if gates_vary:
             found += G_dot[:, None] * tiles.product(q, state, p)
         return tiles.times(found, G, p)
 
@@ -214,13 +216,13 @@ def load_change(x_dot, batch, token, length, head, HEADS: tl.constexpr, column, 
 
 
 @triton.jit
-def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving: tl.constexpr, p: tl.constexpr):
+def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, gates_vary: tl.constexpr, p: tl.constexpr):
     """Ṡ_ij where j ≤ i, else 0; float32."""
     if not p.by_feature:
-        of_pairs = tiles.product(q_dot, tl.trans(k), p) + tiles.product(q, tl.trans(k_dot), p)
-        if moving:
-            of_pairs += tiles.product(q, tl.trans(k), p) * pairs.pair_sums(gate_dot, G_dot, p)
-        return of_pairs * pairs.pair_decays(gate, G, p)
+        weights_dot = tiles.product(q_dot, tl.trans(k), p) + tiles.product(q, tl.trans(k_dot), p)
+        if gates_vary:
+            weights_dot += tiles.product(q, tl.trans(k), p) * pairs.pair_sums(gate_dot, G_dot, p)
+        return weights_dot * pairs.pair_decays(gate, G, p)
     elif p.exact:
         return tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p)
     else:
@@ -228,16 +230,16 @@ def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving
         if pairs.can_factor(G, m, p):
             to_q, to_k = tl.exp(G - m[None, :]), tl.exp(m[None, :] - G)
             q_change, k_change = q_dot.to(tl.float32), k_dot.to(tl.float32)
-            if moving:  # relative to the middle of the chunk, so that the terms of i and j, which cancel, are small
+            if gates_vary:  # relative to the middle of the chunk, so that the terms of i and j, which cancel, are small
                 since = G_dot - pairs.middle(T_dot)[None, :]
                 q_change += since * q.to(tl.float32)
                 k_change -= since * k.to(tl.float32)
-            of_pairs = product_in_parts(q_change * to_q, k.to(tl.float32) * to_k, moving, p)
-            of_pairs += product_in_parts(q.to(tl.float32) * to_q, k_change * to_k, moving, p)
-            of_pairs = tl.where(tiles.causal_mask(p), of_pairs, 0.0)
+            weights_dot = product_in_parts(q_change * to_q, k.to(tl.float32) * to_k, gates_vary, p)
+            weights_dot += product_in_parts(q.to(tl.float32) * to_q, k_change * to_k, gates_vary, p)
+            weights_dot = tl.where(tiles.causal_mask(p), weights_dot, 0.0)
         else:
-            of_pairs = tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p)
-        return of_pairs
+            weights_dot = tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p)
+        return weights_dot
 
 
 @triton.jit
@@ -276,12 +278,12 @@ def product_in_parts(a, b, SPLIT: tl.constexpr, p: tl.constexpr):
 def tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p: tl.constexpr):
     rows = tl.arange(0, p.C)
     q, k, q_dot, k_dot = q.to(tl.float32), k.to(tl.float32), q_dot.to(tl.float32), k_dot.to(tl.float32)
-    of_pairs = tl.full([p.C, p.C], 0.0, tl.float32)
+    weights_dot = tl.full([p.C, p.C], 0.0, tl.float32)
     for j in range(p.C):
         row_k, decay = pairs.row_and_decays(j, k, gate, G, p)
         row_k_dot = tl.sum(tl.where((rows == j)[:, None], k_dot, 0.0), 0)
-        of_j = q_dot * row_k[None, :] + q * row_k_dot[None, :]
+        pair_j = q_dot * row_k[None, :] + q * row_k_dot[None, :]
         if gate_dot is not None:
-            of_j += q * row_k[None, :] * tl.cumsum(tl.where((rows > j)[:, None], gate_dot, 0.0), 0)
-        of_pairs += tl.where(rows[None, :] == j, tl.sum(of_j * decay, 1)[:, None], 0.0)
-    return of_pairs
+            pair_j += q * row_k[None, :] * tl.cumsum(tl.where((rows > j)[:, None], gate_dot, 0.0), 0)
+        weights_dot += tl.where(rows[None, :] == j, tl.sum(pair_j * decay, 1)[:, None], 0.0)
+    return weights_dot

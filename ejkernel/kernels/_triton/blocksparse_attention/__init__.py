@@ -29,7 +29,7 @@ def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Tar
 def _reason(spec: BlocksparseAttentionSpec, operands: Operands) -> str | None:
     lengths = operands.q.shape[1], operands.k.shape[1]
     if any(block < length and block % 16 for block, length in zip(spec.block_size, lengths, strict=True)):
-        return f"block_size is {spec.block_size}, which no tile of Triton divides: these are powers of two from 16 on"
+        return f"block_size is {spec.block_size}; Triton's kernels take multiples of 16"
     if operands.dropout is not None and operands.cu_seqlens_q is not None:
         return "dropout over packed sequences is not supported by Triton's kernels"
     return None

@@ -18,7 +18,7 @@ def supports_jvp(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -
     if reason := _reason("gated_delta_rule_jvp", operands, target):
         return reason
     if (features := operands.q.shape[3]) > (most := _most_features(operands) // 2):
-        return f"q has {features} features; the tangent takes up to {most} in {operands.q.dtype}, for registers spill"
+        return f"q has {features} features; the tangent takes up to {most} in {operands.q.dtype}: more spill registers"
     return None
 
 
@@ -28,7 +28,7 @@ def supports_bwd(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -
 
 
 def _most_features(x: Operands) -> int:
-    """The most features of q. In float32 sums over more would err by more than the bound, and registers spill."""
+    """The most features of q. In float32 sums over more exceed the error bound, and spill registers."""
     return _launch.MOST_FEATURES if x.q.dtype.name == "bfloat16" else _launch.MOST_FEATURES // 2
 
 
@@ -42,7 +42,7 @@ def _reason(operation: str, x: Operands, target: Target) -> str | None:
     if 0 in x.v.shape:
         return "an empty batch or sequence"
     if x.q.shape[1] == 1 and x.spans is None:
-        return "one token; XLA computes it without a chunk"
+        return "a single token: the kernels compute chunks of several"
     from .configs import least_memory
 
     return _launch.memory_refusal(least_memory(operation, x), target)

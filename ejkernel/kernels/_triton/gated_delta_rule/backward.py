@@ -42,7 +42,7 @@ def gated_delta_rule_bwd(
     of = chunks.chunks_of(x, spec, places, p, config, for_gradients=others)
     forwards = states_and_deltas(x, of, places, p, config) if others else {}
     back = cotangents_of_states(x, do, cotangents.final_state, of, forwards.get("deltas"), places, p, config)
-    found = dict(v=back["dv"], initial_state=back["dstart"])
+    found = dict(v=back["dv"], initial_state=back["dinitial_state"])
     if others:
         found |= gradients_of_chunks(x, do, of, forwards, back, places, p, spec)
     of_tokens = lambda a: a if a.ndim == 5 else zero_elsewhere(a, places)
@@ -52,21 +52,20 @@ def gated_delta_rule_bwd(
 def cotangents_of_states(
     x: Operands,
     do: jax.Array,
-    dend: jax.Array | None,
+    dfinal_state: jax.Array | None,
     of: Chunks,
     deltas: jax.Array | None,
     places: Places,
     p: Problem,
     config: KernelConfig,
 ) -> dict[str, jax.Array]:
-    """dstart [b,n,h,d,e] and dv [b,s,h,e], and in the dtype of products dstates, the cotangent of the state after each
-    chunk [b,chunks,h,d,e], and dx [b,s,h,e]; with deltas also the sums of dx ∘ delta over blocks of columns
-    [blocks,b,s,h].
+    """dinitial_state [b,n,h,d,e] and dv [b,s,h,e]; in the dtype of products dstates [b,chunks,h,d,e], the cotangents of
+    chunk states, and dx [b,s,h,e]; with deltas also the sums of dx ∘ delta over blocks of columns [blocks,b,s,h].
     """
     columns, array = min(config.block_k, p.V_PAD), jax.ShapeDtypeStruct
     blocks = triton.cdiv(p.V, columns)
     types = dict(
-        dstart=array((p.B, p.sequences, p.H, p.D, p.V), jnp.float32),
+        dinitial_state=array((p.B, p.sequences, p.H, p.D, p.V), jnp.float32),
         dstates=array((p.B, p.chunks, p.H, p.D, p.V), chunks.kept_dtype(p)),
         dv=array((p.B, p.S, p.H, p.V), x.v.dtype),
         dx=array((p.B, p.S, p.H, p.V), chunks.kept_dtype(p)),
@@ -76,7 +75,8 @@ def cotangents_of_states(
         del types["dx_delta"]
     return _launch.launch(
         cotangents_kernel,
-        *(x.q, x.k, x.beta, do, of.k_since, of.q_since, of.total, of.x_to_o, of.x_to_state, deltas, dend, *places[:3]),
+        *(x.q, x.k, x.beta, do, of.k_since, of.q_since, of.total, of.x_to_o, of.x_to_state, deltas, dfinal_state),
+        *places[:3],
         out_type=types,
         grid=p.B * p.sequences * p.H * blocks,
         config=config,
@@ -88,12 +88,12 @@ def cotangents_of_states(
 
 @triton.jit
 def cotangents_kernel(
-    q, k, beta, do, k_since, q_since, total, x_to_o, x_to_state, deltas, dend, first, length, chunk,
-    dstart, dstates, dv, dx, dx_delta,
+    q, k, beta, do, k_since, q_since, total, x_to_o, x_to_state, deltas, dfinal_state, first, length, chunk,
+    dinitial_state, dstates, dv, dx, dx_delta,
     p: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column, head, batch, number, token, tokens, first_chunk = block_of_program(first, length, chunk, COLUMNS, p)
-    dstate = tiles.first_state(dend, number, 0, p.D_PAD, column, COLUMNS, p)
+    dstate = tiles.first_state(dfinal_state, number, 0, p.D_PAD, column, COLUMNS, p)
     count = (tokens + p.C - 1) // p.C
     for i in tl.range(0, count):
         c = count - 1 - i
@@ -118,5 +118,5 @@ def cotangents_kernel(
         dstate = chunks.add_product(dstate * tl.load(total + of_chunk), tl.trans(q_tile), do_tile, p)
         dv_tile *= -chunks.load_rows(k_since, batch, at, left, head, p)[:, None]
         dstate = chunks.add_product(dstate, tl.trans(k_tile), dv_tile, p)
-    address, exists = tiles.state_pointers(dstart, number, 0, p.D_PAD, column, COLUMNS, p)
+    address, exists = tiles.state_pointers(dinitial_state, number, 0, p.D_PAD, column, COLUMNS, p)
     tl.store(address, dstate, mask=exists)

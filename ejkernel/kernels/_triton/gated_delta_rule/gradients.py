@@ -78,8 +78,8 @@ def _with_norms(gradient: jax.Array, x: jax.Array) -> jax.Array:
 
 def _of_pairs(x, do, of: Chunks, deltas, dx, places: Places, p: Problem, spec) -> dict[str, jax.Array]:
     """The parts of dbeta and dg [b,s,h]; S and M + Mᵀ [b,chunks,h,C,C] and u [b,s,h,e] in the dtype of products."""
-    of_pairs = chunks.pairs_type(p, chunks.kept_dtype(p))
-    types = dict(dbeta=chunks.rows_type(p), dg=chunks.rows_type(p), dlower=of_pairs, dweights=of_pairs)
+    pairs_type = chunks.pairs_type(p, chunks.kept_dtype(p))
+    types = dict(dbeta=chunks.rows_type(p), dg=chunks.rows_type(p), dlower=pairs_type, dweights=pairs_type)
     types |= dict(u=jax.ShapeDtypeStruct(deltas.shape, deltas.dtype))
     return _launch.launch(
         pairs_kernel,
@@ -137,10 +137,10 @@ def pairs_kernel(
     dx_u = -chunks.strictly_lower(dx_u * decays * k_norm[:, None], p)
     chunks.store_pairs(dweights, do_u, of_chunk, p)
     do_u *= tiles.product(q_tile, tl.trans(k_tile), p)  # dA A
-    of_keys = dx_u * tiles.product(k_tile, tl.trans(k_tile), p)  # dL L / β
-    chunks.store_rows(dbeta, tl.sum(of_keys, 1), batch, at, left, head, p)
-    of_pairs = tl.cumsum(do_u + of_keys * beta_rows[:, None], 0, reverse=True)  # [t,j]: the sum over i ≥ t
-    chunks.store_rows(dg, tl.sum(chunks.strictly_lower(of_pairs, p), 1), batch, at, left, head, p)
+    dkey_products = dx_u * tiles.product(k_tile, tl.trans(k_tile), p)  # dL L / β
+    chunks.store_rows(dbeta, tl.sum(dkey_products, 1), batch, at, left, head, p)
+    dg_pairs = tl.cumsum(do_u + dkey_products * beta_rows[:, None], 0, reverse=True)  # [t,j]: the sum over i ≥ t
+    chunks.store_rows(dg, tl.sum(chunks.strictly_lower(dg_pairs, p), 1), batch, at, left, head, p)
     dx_u *= beta_rows[:, None]
     chunks.store_pairs(dlower, dx_u + tl.trans(dx_u), of_chunk, p)
 

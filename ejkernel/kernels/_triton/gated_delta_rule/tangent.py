@@ -78,14 +78,14 @@ def gated_delta_rule_jvp(
 def _chunk_tangents(
     x: Operands, dot: Operands, of: Chunks, places: Places, p: Problem, spec: GatedDeltaRuleSpec, config: KernelConfig
 ) -> ChunkTangents:
-    of_rows, of_pairs = of.x_to_state, of.x_to_o
+    rows_type, pairs_type = of.x_to_state, of.x_to_o
     return _launch.launch(
         chunk_tangents_kernel,
         *(x.q, x.k, x.beta, x.g, dot.q, dot.k, dot.beta, dot.g, of.k_since, of.k_until, of.q_since),
         *(of.total, *places[:4]),
         out_type=jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
-            ChunkTangents(of_rows, of_rows, of_rows, of_pairs, of_pairs, of.total),
+            ChunkTangents(rows_type, rows_type, rows_type, pairs_type, pairs_type, of.total),
         ),
         grid=p.B * p.chunks * p.H,
         config=KernelConfig(block_q=config.block_q, num_warps=config.num_warps, num_stages=1),

@@ -82,17 +82,17 @@ def groups_kernel(
     problem: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
 ):  # fmt: skip
-    down: tl.constexpr = (problem.K + BLOCK_M - 1) // BLOCK_M
-    across: tl.constexpr = (problem.N + BLOCK_N - 1) // BLOCK_N
-    tile = tl.program_id(0) % (down * across)
-    which = tl.program_id(0) // (down * across)
-    k, n = tiles.in_bands(tile, down, across, BAND)
+    row_tiles: tl.constexpr = (problem.K + BLOCK_M - 1) // BLOCK_M
+    column_tiles: tl.constexpr = (problem.N + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) % (row_tiles * column_tiles)
+    matrix_index = tl.program_id(0) // (row_tiles * column_tiles)
+    k, n = tiles.in_bands(tile, row_tiles, column_tiles, BAND)
     k, n = k * BLOCK_M, n * BLOCK_N
-    held, first_batch = which % problem.E, which // problem.E
+    local_group, first_batch = matrix_index % problem.E, matrix_index // problem.E
 
     total, rows_in_all = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), 0
     for batch in range(first_batch, first_batch + problem.shared):
-        start, end = tiles.rows_of_group(group_sizes, group_offset, batch, held, problem)
+        start, end = tiles.rows_of_group(group_sizes, group_offset, batch, local_group, problem)
         rows_in_all += end - start
         start, end = batch * problem.M + start, batch * problem.M + end
         whole = start + (end - start) // BLOCK_K * BLOCK_K
@@ -108,11 +108,11 @@ def groups_kernel(
             total = add_rows(total, lhs, do, start, start, end, k, n, problem, BLOCK_M, BLOCK_N, BLOCK_K, True)
 
     if rhs_scale is not None and rows_in_all > 0:  # the scale of an empty group may be NaN
-        total *= tiles.load_scale(rhs_scale, first_batch, held, n, problem.N, problem, BLOCK_N)
+        total *= tiles.load_scale(rhs_scale, first_batch, local_group, n, problem.N, problem, BLOCK_N)
     rows, columns = (k + tl.arange(0, BLOCK_M))[:, None], (n + tl.arange(0, BLOCK_N))[None, :]
     row_step: tl.constexpr = 1 if problem.transposed else problem.N
     column_step: tl.constexpr = problem.K if problem.transposed else 1
-    drhs += which.to(tl.int64) * problem.K * problem.N
+    drhs += matrix_index.to(tl.int64) * problem.K * problem.N
     tl.store(
         drhs + rows.to(tl.int64) * row_step + columns.to(tl.int64) * column_step,
         total.to(drhs.dtype.element_ty),

@@ -18,7 +18,7 @@ from . import tiles
 from .problem import Problem, in_memory, problem_of
 
 BAND = 8
-"""Tiles of rows that are computed together for each tile of columns."""
+"""Rows of tiles that are computed for a column of tiles before the next column (threadblock swizzle)."""
 
 
 def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> Outputs:
@@ -87,37 +87,38 @@ def rows_kernel(
     # A scale of contracted features is a factor of lhs, any other one of the result.
     OF_LHS: tl.constexpr = rhs_scale is not None and problem.scaled_features and problem.scale_along_tiles
     group, starts, ends, offset = tiles.group_rows(group_sizes, group_offset, batch, problem)
-    here = (group >= offset) & (group < offset + problem.E)
-    count = tl.where(here, tl.cdiv(ends - starts, BLOCK_M), 0) * columns
+    is_local = (group >= offset) & (group < offset + problem.E)
+    count = tl.where(is_local, tl.cdiv(ends - starts, BLOCK_M), 0) * columns
     after = tl.cumsum(count)
     total = tl.sum(count)
-    first = tl.min(tl.where(here, starts, problem.M))  # rows before the first group that is here, and after the last
-    last = tl.maximum(tl.max(tl.where(here, ends, 0)), first)
-    before = tl.cdiv(first, BLOCK_M) * columns
-    behind = tl.cdiv(problem.M - last, BLOCK_M) * columns
+    # The rows of groups of other shards are before `first` and from `last` on.
+    first = tl.min(tl.where(is_local, starts, problem.M))
+    last = tl.maximum(tl.max(tl.where(is_local, ends, 0)), first)
+    tiles_before = tl.cdiv(first, BLOCK_M) * columns
+    tiles_after = tl.cdiv(problem.M - last, BLOCK_M) * columns
     o += batch.to(tl.int64) * problem.M * problem.N
 
-    for tile in tl.range(tl.program_id(0) % PROGRAMS, total + before + behind, PROGRAMS):
-        number = tl.sum((after <= tile).to(tl.int32))
-        chosen = group == number
+    for tile in tl.range(tl.program_id(0) % PROGRAMS, total + tiles_before + tiles_after, PROGRAMS):
+        global_group = tl.sum((after <= tile).to(tl.int32))
+        chosen = group == global_group
         start, end = tiles.pick(starts, chosen), tiles.pick(ends, chosen)
-        within = tile - tiles.pick(after - count, chosen)
+        tile_in_group = tile - tiles.pick(after - count, chosen)
         depth = problem.K
         if tile >= total:
-            is_before = tile < total + before
+            is_before = tile < total + tiles_before
             start, end = tl.where(is_before, 0, last), tl.where(is_before, first, problem.M)
-            within = tile - total - tl.where(is_before, 0, before)
+            tile_in_group = tile - total - tl.where(is_before, 0, tiles_before)
             depth = 0
-        row, column = tiles.in_bands(within, tl.cdiv(end - start, BLOCK_M), columns, BAND)
+        row, column = tiles.in_bands(tile_in_group, tl.cdiv(end - start, BLOCK_M), columns, BAND)
         row, column = start + row * BLOCK_M, column * BLOCK_N
 
-        held = number - offset
+        local_group = global_group - offset
         total_tile = tile_product(
-            lhs, rhs, rhs_scale, batch, held, row, end, column, depth, problem, BLOCK_M, BLOCK_N, BLOCK_K, OF_LHS
+            lhs, rhs, rhs_scale, batch, local_group, row, end, column, depth, problem, BLOCK_M, BLOCK_N, BLOCK_K, OF_LHS
         )
         if rhs_scale is not None and not OF_LHS:  # noqa: SIM102
             if tile < total:
-                total_tile *= tiles.load_scale(rhs_scale, batch, held, column, problem.N, problem, BLOCK_N)
+                total_tile *= tiles.load_scale(rhs_scale, batch, local_group, column, problem.N, problem, BLOCK_N)
         rows = row + tl.arange(0, BLOCK_M)[:, None]
         cols = column + tl.arange(0, BLOCK_N)[None, :]
         at, ok = rows.to(tl.int64) * problem.N + cols, (rows < end) & (cols < problem.N)
@@ -130,31 +131,31 @@ def rows_kernel(
 
 @triton.jit
 def tile_product(
-    lhs, rhs, rhs_scale, batch, held, row, end, column, depth,
+    lhs, rhs, rhs_scale, batch, local_group, row, end, column, depth,
     problem: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OF_LHS: tl.constexpr,
 ):  # fmt: skip
     """A tile of the product of rows with the matrix of their group, over `depth` features; float32."""
     # Tiles of less than 64 rows are multiplied with matrices in registers, not in shared memory.
-    BY_FOURS: tl.constexpr = problem.narrow and not problem.transposed and BLOCK_M < 64
-    TURNED: tl.constexpr = problem.turned and BLOCK_M >= 128 and BLOCK_N >= 64 and not OF_LHS
-    which = held + (batch * problem.E if problem.rhs_varies else 0)
-    total = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
+    INTERLEAVED: tl.constexpr = problem.narrow and not problem.transposed and BLOCK_M < 64
+    SWAP_AB: tl.constexpr = problem.swap_ab and BLOCK_M >= 128 and BLOCK_N >= 64 and not OF_LHS
+    matrix_index = local_group + (batch * problem.E if problem.rhs_varies else 0)
+    total = tl.zeros([BLOCK_N, BLOCK_M] if SWAP_AB else [BLOCK_M, BLOCK_N], tl.float32)
     for k in tl.range(0, depth, BLOCK_K):
         x = tiles.load_rows(
             lhs, batch * problem.M + row, batch * problem.M + end, k, problem.K, BLOCK_M, BLOCK_K, problem.described
         )
         if OF_LHS:
-            x = (x * tiles.load_scale(rhs_scale, batch, held, k, problem.K, problem, BLOCK_K)).to(x.dtype)
-        matrix = tiles.load_matrix(rhs, which, k, column, problem, BLOCK_K, BLOCK_N)
-        if TURNED:
-            matrix = tiles.widened(tiles.turned(matrix, BLOCK_K, BLOCK_N), x.dtype)
-            total = tiles.waited_for(tiles.add_product(total, matrix, x.T, problem))
+            x = (x * tiles.load_scale(rhs_scale, batch, local_group, k, problem.K, problem, BLOCK_K)).to(x.dtype)
+        matrix = tiles.load_matrix(rhs, matrix_index, k, column, problem, BLOCK_K, BLOCK_N)
+        if SWAP_AB:
+            matrix = tiles.widened(tiles.transposed_operand(matrix, BLOCK_K, BLOCK_N), x.dtype)
+            total = tiles.wait_for_product(tiles.add_product(total, matrix, x.T, problem))
         else:
-            if BY_FOURS:
-                matrix = tiles.by_fours(matrix, BLOCK_K, BLOCK_N)
+            if INTERLEAVED:
+                matrix = tiles.interleave_columns(matrix, BLOCK_K, BLOCK_N)
             total = tiles.add_product(total, x, tiles.widened(matrix, x.dtype), problem)
-    if TURNED:
-        total = tiles.turned_back(total, BLOCK_M, BLOCK_N)
-    if BY_FOURS:
-        total = tiles.from_fours(total, BLOCK_M, BLOCK_N)
+    if SWAP_AB:
+        total = tiles.transposed_result(total, BLOCK_M, BLOCK_N)
+    if INTERLEAVED:
+        total = tiles.deinterleave_columns(total, BLOCK_M, BLOCK_N)
     return total

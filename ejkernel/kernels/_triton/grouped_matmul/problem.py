@@ -19,12 +19,13 @@ class Problem:
         sizes_vary, offset_varies, rhs_varies: whether the operand has a batch axis.
         scale_strides: the steps of rhs_scale along batch, group, and columns of rhs; 0 where it is broadcast.
         scaled_features: rhs_scale belongs to the contracted features, not to the columns.
-        apart: the products of tiles are added up by themselves, which errs less than the tensor cores do.
+        promotes_accumulators: the product of each tile is added to the accumulator in float32 outside the tensor cores,
+            whose own sums are less exact.
         narrow: the matrices are of 8 bits.
         described: tiles are read through TMA descriptors, not pointers.
-        turned: where there are many rows the transpose of the result is computed. Hopper's tensor cores take the left
-            factor from registers, so that a tile of 8 bits need not be written back to shared memory when it is wide.
-            (Of matrices [N, K] two bytes at a time would be read, which took longer.)
+        swap_ab: tiles of many rows compute the transpose of the result, oᵀ = rhsᵀ·lhsᵀ. wgmma takes its A operand from
+            registers, so that a tile of 8 bits that was widened there is not stored to shared memory again. (Matrices
+            in memory as [N, K] would be loaded two bytes at a time, which was slower.)
     """
 
     B: int
@@ -39,10 +40,10 @@ class Problem:
     rhs_varies: bool
     scale_strides: tuple[int, int, int]
     scaled_features: bool
-    apart: bool
+    promotes_accumulators: bool
     narrow: bool
     described: bool
-    turned: bool
+    swap_ab: bool
 
     @property
     def F_PAD(self) -> int:
@@ -77,10 +78,10 @@ def problem_of(x: Operands, dtype, transposed: bool, scaled_features: bool = Fal
         rhs_varies=varies(x.rhs),
         scale_strides=_strides(x.rhs_scale),
         scaled_features=scaled_features,
-        apart=_holds_more_bits(dtype, x.lhs.dtype),
+        promotes_accumulators=_holds_more_bits(dtype, x.lhs.dtype),
         narrow=narrow,
         described=described,
-        turned=narrow
+        swap_ab=narrow
         and described
         and not transposed
         and x.lhs.dtype != jnp.float32

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def group_rows(group_sizes, group_offset, batch, problem: tl.constexpr):
-    """Of every group its number, first row and row after the last, and the number of the first that is here."""
+    """Of every group its number, first row and row after the last, and the number of the first group of this shard."""
     group = tl.arange(0, problem.F_PAD)
     if problem.sizes_vary:
         group_sizes += batch * problem.F
@@ -20,15 +20,15 @@ def group_rows(group_sizes, group_offset, batch, problem: tl.constexpr):
 
 
 @triton.jit
-def rows_of_group(group_sizes, group_offset, batch, held, problem: tl.constexpr):
-    """The first row of one of the groups that are here, and the row after its last."""
+def rows_of_group(group_sizes, group_offset, batch, index, problem: tl.constexpr):
+    """The first row of the index-th group of this shard, and the row after its last."""
     group = tl.arange(0, problem.F_PAD)
     if problem.sizes_vary:
         group_sizes += batch * problem.F
     if group_offset is not None:
-        held += tl.minimum(tl.load(group_offset + batch if problem.offset_varies else group_offset), problem.F)
-    size = capped(tl.load(group_sizes + held, mask=held < problem.F, other=0), problem)
-    before = tl.load(group_sizes + group, mask=(group < held) & (group < problem.F), other=0)
+        index += tl.minimum(tl.load(group_offset + batch if problem.offset_varies else group_offset), problem.F)
+    size = capped(tl.load(group_sizes + index, mask=index < problem.F, other=0), problem)
+    before = tl.load(group_sizes + group, mask=(group < index) & (group < problem.F), other=0)
     start = tl.sum(capped(before, problem))
     return tl.minimum(start, problem.M).to(tl.int32), tl.minimum(start + size, problem.M).to(tl.int32)
 
@@ -48,11 +48,11 @@ def pick(values, chosen):
 
 @triton.jit
 def in_bands(tile, rows, columns, BAND: tl.constexpr):
-    """Row and column of a tile in the order of bands of BAND rows, which reads little twice from memory."""
+    """Row and column of a tile, rasterized in bands of BAND rows of tiles, whose operands stay in the L2 cache."""
     band = tile // (BAND * columns)
     height = tl.minimum(rows - band * BAND, BAND)
-    within = tile - band * BAND * columns
-    return band * BAND + within % height, within // height
+    tile_in_band = tile - band * BAND * columns
+    return band * BAND + tile_in_band % height, tile_in_band // height
 
 
 @triton.jit
@@ -69,22 +69,22 @@ def load_rows(x, row, end, column, width: tl.constexpr, ROWS: tl.constexpr, COLU
 
 
 @triton.jit
-def load_matrix(rhs, which, k, n, problem: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_matrix(rhs, matrix_index, k, n, problem: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile [BLOCK_K, BLOCK_N] of one matrix."""
     if not problem.described:
         row_step: tl.constexpr = 1 if problem.transposed else problem.N
         column_step: tl.constexpr = problem.K if problem.transposed else 1
         rows, columns = (k + tl.arange(0, BLOCK_K))[:, None], (n + tl.arange(0, BLOCK_N))[None, :]
         at = (
-            which.to(tl.int64) * problem.K * problem.N
+            matrix_index.to(tl.int64) * problem.K * problem.N
             + rows.to(tl.int64) * row_step
             + columns.to(tl.int64) * column_step
         )
         tile = tl.load(rhs + at, mask=(rows < problem.K) & (columns < problem.N), other=0.0)
     elif problem.transposed:
-        tile = rhs.load([which, n, k]).reshape(BLOCK_N, BLOCK_K).T
+        tile = rhs.load([matrix_index, n, k]).reshape(BLOCK_N, BLOCK_K).T
     else:
-        tile = rhs.load([which, k, n]).reshape(BLOCK_K, BLOCK_N)
+        tile = rhs.load([matrix_index, k, n]).reshape(BLOCK_K, BLOCK_N)
     return tile
 
 
@@ -97,43 +97,42 @@ def widened(tile, dtype: tl.constexpr):
 
 
 @triton.jit
-def by_fours(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns 0, 4, 8, …, then 1, 5, 9, …, so that a thread that multiplies reads four bytes at a time, not one."""
+def interleave_columns(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns 0, 4, 8, …, then 1, 5, 9, …: a thread then loads its operand of 8 bits in words of four bytes."""
     return tile.reshape(ROWS, COLUMNS // 4, 4).permute(0, 2, 1).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
-def from_fours(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The columns of `by_fours` in their order."""
+def deinterleave_columns(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The inverse of `interleave_columns`."""
     return tile.reshape(ROWS, 4, COLUMNS // 4).permute(0, 2, 1).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
-def turned(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The transpose, as the left factor of a product from registers. Its rows come in an order in which the four of a
-    thread, which are 8 and half of all apart, are four bytes that lie together."""
+def transposed_operand(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """tileᵀ as the A operand of wgmma, in registers. Its rows are permuted so that the four rows of a thread, which are
+    8 and COLUMNS / 2 apart, are four consecutive bytes of the tile."""
     return tile.reshape(ROWS, COLUMNS // 32, 8, 2, 2).permute(3, 1, 4, 2, 0).reshape(COLUMNS, ROWS)
 
 
 @triton.jit
-def turned_back(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A product [ROWS, COLUMNS] of what `turned` gave."""
+def transposed_result(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """oᵀ, whose rows have the order of `transposed_operand`, as o [ROWS, COLUMNS]."""
     return tile.reshape(2, COLUMNS // 32, 2, 8, ROWS).permute(4, 1, 3, 0, 2).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
-def waited_for(total):
-    """A sum of products once it is done: an instruction that does nothing uses it. Where left factors are in registers
-    Triton 3.6 lets products run on while the next are read, and these come into registers that are still needed.
+def wait_for_product(total):
+    """The accumulator after its wgmma is complete: an empty instruction uses it. Without that Triton 3.6 loads the next
+    A operand into registers that a wgmma in flight still reads.
     """
     return tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def add_product(total, x, y, problem: tl.constexpr):
-    """total + x · y. Where tiles are added up by themselves they are subtracted, as the compiler would make one product
-    of a product and a sum."""
-    if problem.apart:
+    """total + x·y. Accumulators are promoted by a subtraction of (−x)·y: the compiler would fuse a sum into the dot."""
+    if problem.promotes_accumulators:
         total -= tl.dot(-x, y, input_precision="ieee")
     else:
         total = tl.dot(x, y, total)

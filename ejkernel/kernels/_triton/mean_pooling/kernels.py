@@ -114,9 +114,9 @@ def _problem_of(x: jax.Array, segments: jax.Array | None, config: KernelConfig) 
 @triton.jit
 def place(COUNT: tl.constexpr, problem: tl.constexpr, BLOCK_D: tl.constexpr):
     """Batch, segment, part and first feature of a program; neighbours have neighbouring features."""
-    across: tl.constexpr = (problem.D + BLOCK_D - 1) // BLOCK_D
+    column_tiles: tl.constexpr = (problem.D + BLOCK_D - 1) // BLOCK_D
     program = tl.program_id(0)
-    column, rest = program % across * BLOCK_D, program // across
+    column, rest = program % column_tiles * BLOCK_D, program // column_tiles
     part, rest = rest % problem.parts, rest // problem.parts
     return rest // COUNT, rest % COUNT, part, column
 
@@ -170,16 +170,16 @@ def spread_kernel(
     problem: tl.constexpr, COUNT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     batch, number, part, column = place(COUNT, problem, BLOCK_D)
-    within = tl.minimum(number, problem.N - 1)
-    start, end = ends_of(segments, batch, within, problem)
+    segment = tl.minimum(number, problem.N - 1)
+    start, end = ends_of(segments, batch, segment, problem)
     columns = column + tl.arange(0, BLOCK_D)[None, :]
-    do += (batch * problem.N + within).to(tl.int64) * problem.D
+    do += (batch * problem.N + segment).to(tl.int64) * problem.D
     share = tl.load(do + columns, mask=columns < problem.D, other=0.0).to(tl.float32) / tl.maximum(end - start, 1)
     if COUNT > problem.N:
         before, _ = ends_of(segments, batch, 0, problem)
-        _, behind = ends_of(segments, batch, problem.N - 1, problem)
+        _, last_end = ends_of(segments, batch, problem.N - 1, problem)
         share = tl.where(number < problem.N, share, 0.0)
-        start = tl.where(number < problem.N, start, tl.where(number == problem.N, 0, behind))
+        start = tl.where(number < problem.N, start, tl.where(number == problem.N, 0, last_end))
         end = tl.where(number < problem.N, end, tl.where(number == problem.N, before, problem.S))
     first, last = part_of(start, end, part, problem, BLOCK_S)
     row, at = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_S)[:, None] * problem.D + columns

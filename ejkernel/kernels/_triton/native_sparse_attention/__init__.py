@@ -19,7 +19,7 @@ def supports_jvp(spec: NativeSparseAttentionSpec, operands: Operands, target: Ta
     """Why the tangent cannot run on these operands, or None."""
     features = max(operands.q.shape[3], operands.v.shape[3])
     if operands.q.dtype.name == "float32" and features > 128:
-        return f"{features} features in float32; the tangent kernel takes up to 128, for with more its registers spill"
+        return f"{features} features in float32; the tangent kernel takes up to 128: more spill registers"
     return _reason("native_sparse_attention_jvp", operands, target)
 
 

@@ -13,8 +13,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from .registers import SPLAT, THREADS
 
 
-def in_warp(conditions: Array, layout) -> Array:
-    """Whether any condition held by a thread of this warp is true: `vote.sync.any`."""
+def warp_any(conditions: Array, layout) -> Array:
+    """Whether a condition of any thread of this warp is true, by `vote.sync.any`; Pallas has no vote of a warp."""
     of_all = plgpu.ShapeDtypeStruct((), jnp.int32, SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=of_all)

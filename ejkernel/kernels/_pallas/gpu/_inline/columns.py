@@ -35,8 +35,8 @@ def reduce_columns(operation: str, tile: Array, scratch: Any) -> Array:
     def emit(_, tile, scratch):
         i32, f32, void = _types()
         row, lane = _place()
-        within = f"{operation}.f32 $0, $1, $2;"
-        combine = lambda x, y: llvm.inline_asm(f32, [x, y], within, "=f,f,f")
+        instruction = f"{operation}.f32 $0, $1, $2;"
+        combine = lambda x, y: llvm.inline_asm(f32, [x, y], instruction, "=f,f,f")
         # From the rows that a thread has to those of its warp: they are in lanes with the same remainder of 4.
         exchange = "\n".join(
             f"shfl.sync.bfly.b32 t, x, {lanes}, 31, 0xffffffff; {operation}.f32 x, x, t;" for lanes in (4, 8, 16)
@@ -91,8 +91,8 @@ def store_transposed(target: Any, tile: Array) -> None:
             at = arith.muli(arith.addi(row, constant(8 * half)), constant(2))
             for i in range(2):
                 column = arith.addi(arith.muli(lane, constant(2)), constant(i))
-                moved = arith.xori(at, arith.muli(column, constant(16)))
-                address = arith.addi(base, arith.addi(arith.muli(column, constant(ROW)), moved))
+                swizzled = arith.xori(at, arith.muli(column, constant(16)))
+                address = arith.addi(base, arith.addi(arith.muli(column, constant(ROW)), swizzled))
                 for n, pair in enumerate(registers[:, half]):
                     text = f"st.shared.b16 [$0 + {EIGHT_ROWS * n}], $1;"
                     llvm.inline_asm(void, [address, _bits(pair, i)], text, "r,h", has_side_effects=True)
@@ -100,7 +100,7 @@ def store_transposed(target: Any, tile: Array) -> None:
     emit(target, tile)
 
 
-def leave(target: Any, tile: Array) -> None:
+def store_registers_to_smem(target: Any, tile: Array) -> None:
     """Writes the registers of a float32 tile to shared memory, from where a warpgroup may `take` them. What was there
     is of any kind; target has to have as many bytes."""
 
@@ -116,7 +116,7 @@ def leave(target: Any, tile: Array) -> None:
     emit(target, tile)
 
 
-def take(source: Any, like: Array) -> Array:
+def load_registers_from_smem(source: Any, like: Array) -> Array:
     """The tile, of the shape of `like`, that another warpgroup has left."""
 
     @plgpu.inline_mgpu(

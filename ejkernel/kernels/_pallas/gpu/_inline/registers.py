@@ -104,8 +104,12 @@ def powers_of_pairs(s: Array, exponent: Array, base: Array) -> Array:
     return emit(s, jnp.float32(exponent), base)
 
 
-def of_threads(x: Array) -> Array:
-    """Partial row sums, [rows, COLUMNS] float32: each thread adds the numbers of a row that it holds."""
+def thread_partial_row_sums(x: Array) -> Array:
+    """Partial row sums, [rows, COLUMNS] float32: each thread adds the numbers of a row that it holds.
+
+    Pallas reduces a row over its four threads too, by shuffles in every block of keys. These sums are reduced once, in
+    the epilogue.
+    """
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((x.shape[0], COLUMNS), x.dtype, WGMMA))
     def emit(_, x):
@@ -165,7 +169,9 @@ def opaque_barrier(weights: Array) -> None:
 
 
 def opaque_copy(number: Array | int) -> Array:
-    """A copy that ptxas cannot see through: what is computed from it is computed again, not kept in registers."""
+    """A copy by inline assembly, which ptxas does not identify with `number`: it recomputes addresses from the copy at
+    each use, where it would keep those from `number` in registers over the mainloop, and spill.
+    """
 
     @plgpu.inline_mgpu(
         arg_types=(SPLAT,),

@@ -50,7 +50,7 @@ def _reason(suffix: str, spec: BlocksparseAttentionSpec, operands: Operands, tar
     if spec.precision == "e4m3":
         return "precision 'e4m3': with lists of blocks the kernels compute in bfloat16 and float16"
     if not configs.space("blocksparse_attention" + suffix, operands, spec, target):
-        return f"block_size is {spec.block_size}, which no tile of these kernels divides"
+        return f"block_size is {spec.block_size}; no tile size of the Mosaic GPU kernels divides it"
     return None
 
 

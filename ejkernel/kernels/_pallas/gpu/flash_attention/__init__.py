@@ -44,11 +44,11 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     if wrong := head_dims.refuses(operands.q.shape[3]) or head_dims.refuses(operands.v.shape[3]):
         return wrong
     if operands.q.shape[1] < LEAST_QUERIES:
-        return f"q has a length of {operands.q.shape[1]}; the tiles of the kernels need {LEAST_QUERIES} queries or more"
+        return f"q has a length of {operands.q.shape[1]}; the kernels take {LEAST_QUERIES} queries or more"
     if operands.cu_seqlens_q is not None:
         queries, keys, sequences = operands.q.shape[1], operands.k.shape[1], operands.cu_seqlens_q.shape[1] - 1
         if keys > queries and queries < LEAST_QUERIES * sequences:
-            return f"{sequences} sequences in {queries} queries: one tile would span several, and load the keys of each"
+            return f"{sequences} sequences in {queries} queries; a tile of queries would load keys of several"
     wrong = refuses_given(operands, ABSENT) or refuses_scale(spec)
     return wrong or _hidden_keys(spec, operands) or configs.refuses_pairs(operands)
 
@@ -111,7 +111,7 @@ def takes_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> s
 def _few_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
     keys = visibility_of(operands, spec).most_keys
     if keys < LEAST_KEYS:
-        return f"keys that a query sees: at most {keys}; below {LEAST_KEYS} the smaller tiles of Triton are faster"
+        return f"queries see at most {keys} keys; below {LEAST_KEYS} the smaller tiles of Triton are faster"
     return None
 
 
@@ -130,7 +130,7 @@ def _copied_arrays(spec: FlashAttentionSpec, operands: Operands) -> str | None:
 def _few_pairs(operands: Operands) -> str | None:
     queries, keys = operands.q.shape[1], operands.k.shape[1]
     if configs.has_pairs(operands) and min(queries, keys) < LEAST_OF_PAIRS:
-        return f"a bias or a mask of {queries} queries and {keys} keys: below {LEAST_OF_PAIRS} it is left to Triton"
+        return f"a bias or a mask of {queries} queries and {keys} keys; below {LEAST_OF_PAIRS} Triton is faster"
     return None
 
 

@@ -32,7 +32,7 @@ from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, full, launch, shared
 from .configs import SHARED_BYTES, blocks_of_keys, check, has_pairs, in_e4m3
 from .feature_tiles import Tiles, load_parts, tiles_of, union, views
 from .head_dims import parts_of
-from .mainloop import Shared, Tile, consume
+from .mainloop import ConsumerTile, Shared, consume
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
 from .pairs import Pairs, pairs_of, scratch_of_bias
 from .plan import Q_EMPTY, REGISTERS, Plan
@@ -136,7 +136,7 @@ def _kernel(
     lax.cond(number < plan.consumers, compute, load)
 
 
-def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile: Array) -> Tile:
+def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile: Array) -> ConsumerTile:
     """The rows that this warpgroup has of the n-th work tile of its thread block."""
     longest_first, sinks, scales, mask_info, pairs = arrays
     first, head, batch = plan.tile(work_tile, longest_first)
@@ -145,7 +145,7 @@ def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile
         sink = sinks[batch, head]
         maximum = plan.limits.maximum(sink)
         total = jnp.where(sink == -jnp.inf, 0.0, jnp.exp2(sink - maximum + plan.limits.p_scale_log2) / COLUMNS)
-    return Tile(
+    return ConsumerTile(
         number=number,
         q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in q_tiles.parts],
         view=View(batch, first + number * ROWS, mask_info),
@@ -160,7 +160,7 @@ def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile
 
 def _store(
     out: tuple, tiles: tuple, scales: Scales | None, number: Array, plan: Plan,
-    work_tile: Array, tile: Tile, acc: Array, last: Statistics,
+    work_tile: Array, tile: ConsumerTile, acc: Array, last: Statistics,
 ) -> None:  # fmt: skip
     """The epilogue: stores o = acc / l and lse of a warpgroup's rows, through shared memory, by TMA."""
     del work_tile

@@ -46,8 +46,8 @@ class Shared(NamedTuple):
     bias_full: Any = None
 
 
-class Tile(NamedTuple):
-    """The rows of a work tile that one consumer warpgroup computes.
+class ConsumerTile(NamedTuple):
+    """The 64 rows of a work tile that one consumer warpgroup computes.
 
     number: of the warpgroup. q: the parts of its queries in shared memory. view: where these stand, and what masks
     them. head: of the queries. block_range: the blocks of keys that they see, of which the n-th is block(n). start: the
@@ -66,8 +66,8 @@ class Tile(NamedTuple):
     pairs: Pairs | None = None
 
 
-class OfBlock(NamedTuple):
-    """What the rows have of a block of keys in device memory: its scales in e4m3, and the bits of the mask."""
+class BlockInputs(NamedTuple):
+    """What a softmax of a block of keys loads from device memory: the scales in e4m3, and the words of mask bits."""
 
     unit: Unit
     bits: Sequence[Array]
@@ -76,7 +76,7 @@ class OfBlock(NamedTuple):
 class Carry(NamedTuple):
     """What the mainloop carries from a block of keys to the next, and from a work tile to the next.
 
-    step: of the pipeline. p: the weights of the block before it, whose product with v is still to be issued.
+    step: of the pipeline. p: the weights of the previous block, whose product with v is still to be issued.
     statistics: the row maxima and sums with that block. q: in registers, if it stays there.
     """
 
@@ -88,8 +88,8 @@ class Carry(NamedTuple):
 
 def consume(
     shared: Shared,
-    tile_of: Callable[[Array], Tile],
-    store: Callable[[Array, Tile, Array, Statistics], None],
+    tile_of: Callable[[Array], ConsumerTile],
+    store: Callable[[Array, ConsumerTile, Array, Statistics], None],
     number: Array,
     work_tiles: Array,
     plan: Plan,
@@ -103,17 +103,17 @@ def consume(
         arrive(plan.k_empty + stage, plan.warpgroups)
     pl.when(number == plan.consumers - 1)(lambda: arrive(PING_PONG, 2))
 
-    def one(work_tile, carried):
+    def compute_work_tile(work_tile, carried):
         tile = tile_of(work_tile)
-        following = lambda: tile_of(work_tile + 1)
-        acc, statistics, carried = mainloop(shared, tile, following, work_tile, work_tiles, carried, plan)
+        next_tile = lambda: tile_of(work_tile + 1)
+        acc, statistics, carried = mainloop(shared, tile, next_tile, work_tile, work_tiles, carried, plan)
         store(work_tile, tile, acc, statistics)
         return carried
 
-    lax.fori_loop(0, work_tiles, one, prologue(shared, tile_of(jnp.int32(0)), plan))
+    lax.fori_loop(0, work_tiles, compute_work_tile, prologue(shared, tile_of(jnp.int32(0)), plan))
 
 
-def prologue(shared: Shared, tile: Tile, plan: Plan) -> Carry:
+def prologue(shared: Shared, tile: ConsumerTile, plan: Plan) -> Carry:
     """q·kᵀ and the softmax of the first block of keys of the first work tile."""
 
     def product(qk):
@@ -123,18 +123,18 @@ def prologue(shared: Shared, tile: Tile, plan: Plan) -> Carry:
     plgpu.barrier_wait(shared.q_full.at[0])
     q = _in_registers(tile, plan)
     plgpu.barrier_wait(shared.k_full.at[0])
-    of_block = _of_block(tile, 0, plan)
+    inputs = _block_inputs(tile, 0, plan)
     products = pl.run_scoped(product, accumulator(ROWS, plan.block_k, plan.sums))
     products = _biased(products, shared, tile, 0, plan)
-    p, statistics, _ = _weights(products, tile, tile.start, 0, of_block, plan)
+    p, statistics, _ = _weights(products, tile, tile.start, 0, inputs, plan)
     arrive(plan.k_empty, plan.warpgroups)
     return Carry(jnp.int32(1), p, statistics, q)
 
 
 def mainloop(
     shared: Shared,
-    tile: Tile,
-    following: Callable[[], Tile],
+    tile: ConsumerTile,
+    next_tile: Callable[[], ConsumerTile],
     work_tile: Array,
     work_tiles: Array,
     carried: Carry,
@@ -144,62 +144,62 @@ def mainloop(
 
     The first block of the next work tile is carried out, if there is one: its q·kᵀ overlaps the last p·v.
     """
-    step, p, before, q = carried
+    step, p, previous, q = carried
 
     def compute(i, carry, masked):
-        acc, p, before = carry
-        of_block = _of_block(tile, i, plan)  # read while the products are computed
+        acc, p, previous = carry
+        inputs = _block_inputs(tile, i, plan)  # read while the products are computed
         values = partial(_await_values, shared, tile, lambda: _block(tile, i - 1))
         acc, products = _products(shared, tile, q, step + i - 1, acc, p, values, plan)
         products = _biased(products, shared, tile, step + i - 1, plan)
         if masked:
-            p, after, alpha = _weights(products, tile, before, i, of_block, plan)
+            p, after, alpha = _weights(products, tile, previous, i, inputs, plan)
             return times_rows(acc, alpha), p, after
-        s, exponent = _log2_logits(products, of_block.unit, plan.problem)
+        s, exponent = _log2_logits(products, inputs.unit, plan.problem)
         if plan.mask:
-            s = where_bits(of_block.bits, s)
-        p_scale_log2, hides = of_block.unit.p_scale_log2, plan.bias or plan.mask
-        return updated(acc, s, before, exponent, p_scale_log2, plan.limits, plan.operand, hides)
+            s = where_bits(inputs.bits, s)
+        p_scale_log2, has_mask = inputs.unit.p_scale_log2, plan.bias or plan.mask
+        return updated(acc, s, previous, exponent, p_scale_log2, plan.limits, plan.operand, has_mask)
 
     acc = full((ROWS, plan.problem.V_tile), 0.0, WGMMA)
-    acc, p, statistics = after_first(tile.block_range, compute, (acc, p, before), plan.problem)
+    acc, p, statistics = after_first(tile.block_range, compute, (acc, p, previous), plan.problem)
     step += tile.block_range.end - tile.block_range.begin - 1
 
     values_of_last = partial(_await_values, shared, tile, lambda: tile.block(tile.block_range.begin))
 
-    def with_next(acc, p, _):
+    def start_next_tile(acc, p, _):
         plgpu.barrier_arrive(shared.q_empty.at[stage_of(work_tile, plan.q_stages)])
         plgpu.barrier_wait(shared.q_full.at[stage_of(work_tile + 1, plan.q_stages)])
-        tile = following()
-        of_block, q = _of_block(tile, 0, plan), _in_registers(tile, plan)
+        tile = next_tile()
+        inputs, q = _block_inputs(tile, 0, plan), _in_registers(tile, plan)
         acc, products = _products(shared, tile, q, step, acc, p, values_of_last, plan)
         products = _biased(products, shared, tile, step, plan)
-        p, statistics, _ = _weights(products, tile, tile.start, 0, of_block, plan)
+        p, statistics, _ = _weights(products, tile, tile.start, 0, inputs, plan)
         return acc, p, statistics, q
 
-    def ended(acc, p, statistics):
+    def finish_tile(acc, p, statistics):
         last = stage_of(step - 1, plan.stages)
         values_of_last(last)
 
-        begin = lambda acc: plan.ping_pong(tile.number, lambda: _issue_pv(acc, shared, p, last, plan))
-        acc = pl.run_state(begin)(plgpu.ACC.init(acc))
+        issue = lambda acc: plan.ping_pong(tile.number, lambda: _issue_pv(acc, shared, p, last, plan))
+        acc = pl.run_state(issue)(plgpu.ACC.init(acc))
         return acc, p, statistics, q
 
     if plan.persistent:
-        acc, p, of_next, q = lax.cond(work_tile + 1 < work_tiles, with_next, ended, acc, p, statistics)
+        acc, p, after, q = lax.cond(work_tile + 1 < work_tiles, start_next_tile, finish_tile, acc, p, statistics)
     else:
-        acc, p, of_next, q = ended(acc, p, statistics)
-    return acc, statistics, Carry(step + 1, p, of_next, q)
+        acc, p, after, q = finish_tile(acc, p, statistics)
+    return acc, statistics, Carry(step + 1, p, after, q)
 
 
-def _in_registers(tile: Tile, plan: Plan) -> Array | None:
+def _in_registers(tile: ConsumerTile, plan: Plan) -> Array | None:
     """q, if it stays there for the whole work tile."""
     return load_vector(tile.q[0], WGMMA) if plan.q_in_registers else None
 
 
 def _products(
     shared: Shared,
-    tile: Tile,
+    tile: ConsumerTile,
     q: Array | None,
     step: Array,
     acc: Array,
@@ -207,10 +207,10 @@ def _products(
     values: Callable[[Array], None],
     plan: Plan,
 ) -> tuple[Array, Array]:
-    """acc with p·v of the block before, and q·kᵀ of this one; waits for both, as the next p reuses the registers of p.
+    """acc + p·v of the previous block, and q·kᵀ of this one; waits for both, as the next p reuses the registers of p.
 
-    `values(stage)` waits for the values of the block before. Where it writes over some of them, that is done when no
-    product is under way.
+    `values(stage)` waits for the values of the previous block. Where it overwrites some of them with zeros, it is
+    called before a product is issued.
     """
     stage, previous = stage_of(step, plan.stages), stage_of(step - 1, plan.stages)
     plgpu.barrier_wait(shared.k_full.at[stage])
@@ -220,14 +220,14 @@ def _products(
     def both(refs):
         acc, products = refs
 
-        def begin(qk):
+        def issue(qk):
             _issue_qk(qk, shared, tile, q, stage)
             if tile.zero_hidden is None:
                 values(previous)
             _issue_pv(acc, shared, p, previous, plan)
 
         def scoped(qk):
-            plan.ping_pong(tile.number, lambda: begin(qk))
+            plan.ping_pong(tile.number, lambda: issue(qk))
             products[...] = plgpu.wgmma_accumulator_load(qk, wait_n=len(shared.v.parts))
             arrive(plan.k_empty + stage, plan.warpgroups)
             plgpu.wgmma_wait(0)
@@ -240,43 +240,43 @@ def _products(
     return acc, products
 
 
-def _await_values(shared: Shared, tile: Tile, block: Callable[[], Array], stage: Array) -> None:
+def _await_values(shared: Shared, tile: ConsumerTile, block: Callable[[], Array], stage: Array) -> None:
     """Waits for the values of a block in a stage, and zeroes those that no query sees, which may be NaN."""
     plgpu.barrier_wait(shared.v_full.at[stage])
     if tile.zero_hidden is not None:
         tile.zero_hidden(stage, block())
 
 
-def _issue_qk(qk: Any, shared: Shared, tile: Tile, q: Array | None, stage: Array | int) -> None:
-    for of_q, of_k in zip(tile.q if q is None else [q], shared.k.parts, strict=True):
-        plgpu.wgmma(qk, of_q, of_k.at[stage].T)
+def _issue_qk(qk: Any, shared: Shared, tile: ConsumerTile, q: Array | None, stage: Array | int) -> None:
+    for q_part, k_part in zip(tile.q if q is None else [q], shared.k.parts, strict=True):
+        plgpu.wgmma(qk, q_part, k_part.at[stage].T)
 
 
 def _issue_pv(acc: Any, shared: Shared, p: Array, stage: Array, plan: Plan) -> None:
-    for of_acc, of_v in zip(shared.v.columns_of(acc), shared.v.parts, strict=True):
-        plgpu.wgmma(of_acc, p, plan.values(of_v.at[stage]))
+    for acc_part, v_part in zip(shared.v.columns_of(acc), shared.v.parts, strict=True):
+        plgpu.wgmma(acc_part, p, plan.values(v_part.at[stage]))
 
 
-def _biased(products: Array, shared: Shared, tile: Tile, step: Array | int, plan: Plan) -> Array:
+def _biased(products: Array, shared: Shared, tile: ConsumerTile, step: Array | int, plan: Plan) -> Array:
     """q·kᵀ with the bias of the block that was loaded in this step."""
     if not plan.bias:
         return products
     stage = stage_of(step, plan.stages)
     plgpu.barrier_wait(shared.bias_full.at[stage])
-    of_rows = shared.bias.parts[0].at[stage, pl.ds(tile.number * ROWS, ROWS)]
-    return biased(products, of_rows, plan.problem.scale)
+    bias_tile = shared.bias.parts[0].at[stage, pl.ds(tile.number * ROWS, ROWS)]
+    return biased(products, bias_tile, plan.problem.scale)
 
 
-def _weights(products: Array, tile: Tile, before: Statistics, i: Array | int, of_block: OfBlock, plan: Plan):
+def _weights(qk: Array, tile: ConsumerTile, previous: Statistics, i: Array | int, inputs: BlockInputs, plan: Plan):
     """p of a block that may be masked, as an operand of wgmma; the row statistics; and alpha, which rescales acc."""
-    problem, unit = plan.problem, of_block.unit
+    problem, unit = plan.problem, inputs.unit
     # An empty list names a block past the last one, which is fully masked.
     uneven = plan.listed or problem.K % plan.block_k > 0
-    ok = visible(tile.view, _block(tile, i) * plan.block_k, products.shape, uneven, problem)
-    s, exponent = _log2_logits(products, unit, problem)
+    ok = visible(tile.view, _block(tile, i) * plan.block_k, qk.shape, uneven, problem)
+    s, exponent = _log2_logits(qk, unit, problem)
     if plan.mask:
-        s = where_bits(of_block.bits, s)
-    p, statistics, alpha = weights(s, before, ok, exponent, unit.p_scale_log2, plan.limits, plan.bias or plan.mask)
+        s = where_bits(inputs.bits, s)
+    p, statistics, alpha = weights(s, previous, ok, exponent, unit.p_scale_log2, plan.limits, plan.bias or plan.mask)
     return plan.operand(p), statistics, alpha
 
 
@@ -287,13 +287,13 @@ def _log2_logits(products: Array, unit: Unit, problem: Problem) -> tuple[Array, 
     return products, problem.exponent * unit.factor
 
 
-def _block(tile: Tile, i: Array | int) -> Array:
+def _block(tile: ConsumerTile, i: Array | int) -> Array:
     return tile.block(tile.block_range.end - 1 - i)
 
 
-def _of_block(tile: Tile, i: Array | int, plan: Plan) -> OfBlock:
+def _block_inputs(tile: ConsumerTile, i: Array | int, plan: Plan) -> BlockInputs:
     unit = Unit(1.0, 0) if tile.units is None else tile.units.of(_block(tile, i))
     if tile.pairs is None:
-        return OfBlock(unit, ())
+        return BlockInputs(unit, ())
     first = _block(tile, i) * (plan.block_k // BITS)
-    return OfBlock(unit, tile.pairs.words(tile.view.batch, tile.head, tile.view.row, first, plan.block_k))
+    return BlockInputs(unit, tile.pairs.words(tile.view.batch, tile.head, tile.view.row, first, plan.block_k))

@@ -105,9 +105,9 @@ class Plan:
         if self.listed:
             return ListedTileScheduler(self.q_tiles, heads, self.persistent, self.processors)
         if self.persistent:
-            rising = problem.high is not None and problem.low is None
+            later_tiles_are_longer = problem.high is not None and problem.low is None
             long = problem.most_keys >= LEAST_KEYS_OF_WAVES
-            return PersistentTileScheduler(self.q_tiles, heads, rising, self.processors, long)
+            return PersistentTileScheduler(self.q_tiles, heads, later_tiles_are_longer, self.processors, long)
         together = max(1, L2_BYTES // (problem.K * self.bytes_of_a_key)) * problem.group
         return SingleTileScheduler(self.q_tiles, heads, together, problem.high is not None, self.processors)
 

@@ -85,9 +85,9 @@ def scales_of(of_q: Array, of_k: Array, of_v: Array) -> Scales:
     return Scales(of_q, of_k, LIMITS.p_scale_log2 + jnp.maximum(scales_log2, LEAST), greatest)
 
 
-def unit_of(greatest: Array, most: float) -> Array:
-    """The power of two in units of which the greatest number is `most` at most, and more than a quarter of it."""
-    unit = jnp.maximum(greatest * (1 / most), jnp.finfo(jnp.float32).tiny)
+def unit_of(greatest: Array, limit: float) -> Array:
+    """The power of two in units of which the greatest number is `limit` at most, and more than a quarter of it."""
+    unit = jnp.maximum(greatest * (1 / limit), jnp.finfo(jnp.float32).tiny)
     return jnp.exp2(jnp.round(jnp.log2(unit) + 0.5))
 
 
@@ -106,5 +106,5 @@ class Units(NamedTuple):
     head: tuple[Array, Array]
 
     def of(self, block: Array) -> Unit:
-        here = (*self.head, block)
-        return Unit(self.queries * self.scales.keys[here], self.scales.p_scales_log2[here])
+        block_index = (*self.head, block)
+        return Unit(self.queries * self.scales.keys[block_index], self.scales.p_scales_log2[block_index])

@@ -49,29 +49,29 @@ def rounded(q: Array, k: Array, v: Array, block_q: int, block: int) -> tuple[tup
 
 def _kernel(arrays, q8, k8, v8, *scales, tiles, results, full, rows, greatest):
     number, first = lax.axis_index("block"), 0
-    each = zip(arrays, (q8, k8, v8), scales, tiles, results, rows, greatest, strict=True)
-    for x, x8, units, tile, result, length, most in each:
+    arrays_and_limits = zip(arrays, (q8, k8, v8), scales, tiles, results, rows, greatest, strict=True)
+    for x, x8, units, tile, result, length, limit in arrays_and_limits:
         count = np.prod(units.shape)
 
-        def one(x=x, x8=x8, units=units, tile=tile, result=result, length=length, most=most, first=first):
+        def round_block(x=x, x8=x8, units=units, tile=tile, result=result, length=length, limit=limit, first=first):
             _, heads, places = map(jnp.int32, units.shape)
             head, place = lax.div(number - first, places), lax.rem(number - first, places)
             batch, head, part = lax.div(head, heads), lax.rem(head, heads), pl.ds(place * length, length)
             of_v = x8 is v8
             source, target = x.at[batch, part, head], x8.at[batch, head, :, part] if of_v else x8.at[batch, part, head]
-            units[batch, head, place] = _round(source, tile, result, target, full, most, of_v)
+            units[batch, head, place] = _round(source, tile, result, target, full, limit, of_v)
 
-        pl.when((number >= first) & (number < first + count))(one)
+        pl.when((number >= first) & (number < first + count))(round_block)
         first += count
 
 
-def _round(source: Any, tile: Any, result: Any, target: Any, full: Any, most: float, of_v: bool) -> Array:
+def _round(source: Any, tile: Any, result: Any, target: Any, full: Any, limit: float, of_v: bool) -> Array:
     plgpu.copy_gmem_to_smem(source, tile, full)
     plgpu.barrier_wait(full)
     rows = tile.T if of_v else tile
     parts = [pl.ds(first, ROWS) for first in range(0, rows.shape[0], ROWS)]
     numbers = lambda part: load_vector(rows.at[part], WGMMA).astype(jnp.float32)
-    unit = unit_of(reduce(jnp.maximum, [jnp.abs(numbers(part)).max(axis=1) for part in parts]).max(), most)
+    unit = unit_of(reduce(jnp.maximum, [jnp.abs(numbers(part)).max(axis=1) for part in parts]).max(), limit)
     for part in parts:
         x = numbers(part) * (1 / unit)
         result[part] = e4m3_operand(x) if of_v else x.astype(E4M3)

@@ -14,7 +14,7 @@ from . import plan as forward_plan
 from .configs import MOST_BESIDE_Q
 from .plan import Q_EMPTY
 from .problem import BlockRanges, after_first
-from .tiles import COLUMNS, View, logits, of_threads, visible, weights_of_lse
+from .tiles import COLUMNS, View, logits, thread_partial_row_sums, visible, weights_of_lse
 
 
 class Tensors(NamedTuple):
@@ -179,7 +179,12 @@ def accumulate(rows: Rows) -> Sums:
         weights = rows.weights(s, step, masked)
         p_dot = rows.moved(weights[-1], s_dot, step, masked)
         rounded = _rounded(p_dot, problem.dtype)
-        return weights[0], rounded, moved + of_threads(p_dot), rounded_moved + of_threads(rounded)
+        return (
+            weights[0],
+            rounded,
+            moved + thread_partial_row_sums(p_dot),
+            rounded_moved + thread_partial_row_sums(rounded),
+        )
 
     def first(s, s_dot):
         rows.ping_pong(lambda: _issue_qk(rows, s, s_dot, jnp.int32(0)))
@@ -261,9 +266,9 @@ def accumulate_wide(rows: Rows) -> Sums:
             rows.release(("k_dot",), step)
         weights = rows.weights(s, step, masked)
         p_dot = rows.moved(weights[-1], s_dot, step, masked)
-        moved += of_threads(p_dot)
+        moved += thread_partial_row_sums(p_dot)
         p, p_dot = (lax.optimization_barrier(x.astype(problem.dtype)) for x in (weights[0], p_dot))
-        rounded_moved += of_threads(p_dot.astype(jnp.float32))
+        rounded_moved += thread_partial_row_sums(p_dot.astype(jnp.float32))
         acc = rows.plus(acc, p_dot, rows.tile("v", step))
         rows.release(("v",), step)
         if rows.values_move:

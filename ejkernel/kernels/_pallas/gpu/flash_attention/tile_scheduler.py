@@ -45,14 +45,14 @@ class PersistentTileScheduler:
     Attributes:
         tiles: of a head.
         heads: of all batches.
-        rising: later tiles see more keys.
+        later_tiles_are_longer: later tiles of a head see more keys.
         processors: streaming multiprocessors of the device.
         long: whether there may be several waves.
     """
 
     tiles: int
     heads: int
-    rising: bool
+    later_tiles_are_longer: bool
     processors: int
     long: bool = False
 
@@ -73,12 +73,16 @@ class PersistentTileScheduler:
     def paired(self) -> int:
         """Work tiles of a multiprocessor that are in pairs."""
         last = min(self.heads, -(-UNPAIRED * self.processors // self.tiles))
-        return (self.heads - last) * self.tiles // (2 * self.processors) * 2 if self.rising else 0
+        return (self.heads - last) * self.tiles // (2 * self.processors) * 2 if self.later_tiles_are_longer else 0
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
         """The first work tile of each wave, of those that a multiprocessor would have in one wave."""
-        least = self.paired + int(self.longest_first[:, 0].min()) if self.rising else self.number // self.wave
+        least = (
+            self.paired + int(self.longest_first[:, 0].min())
+            if self.later_tiles_are_longer
+            else self.number // self.wave
+        )
         begins = [0]
         while self.long and least >= LEAST_TILES_OF_WAVES and len(begins) < WAVES and least - begins[-1] >= 4:
             begins.append(begins[-1] + (least - begins[-1]) // 4 * 2)
@@ -87,28 +91,28 @@ class PersistentTileScheduler:
     @cached_property
     def longest_first(self) -> np.ndarray | None:
         """For each multiprocessor the number of tiles after its pairs, then these, int32; None if costs are equal."""
-        if not self.rising:
+        if not self.later_tiles_are_longer:
             return None
         place = np.arange(self.number) % self.tiles
         work = np.where(place % 2 == 0, self.tiles - 1 - place // 2, place // 2) + 1 + TILE_OVERHEAD
         pairs = work[: self.paired * self.wave].reshape(-1, self.wave, 2).sum((0, 2))
         blocks = [(load, block) for block, load in enumerate(pairs.tolist())]
         heapq.heapify(blocks)
-        hands: list[list[int]] = [[] for _ in blocks]
+        assigned: list[list[int]] = [[] for _ in blocks]
         left = range(self.paired * self.wave, self.number)
         for number in sorted(left, key=lambda n: -work[n]):
             load, block = heapq.heappop(blocks)
-            hands[block].append(number)
+            assigned[block].append(number)
             heapq.heappush(blocks, (load + work[number], block))
-        table = np.zeros((self.wave, 1 + max(map(len, hands))), np.int32)
-        for row, hand in zip(table, hands, strict=True):
-            row[: 1 + len(hand)] = len(hand), *hand
+        table = np.zeros((self.wave, 1 + max(map(len, assigned))), np.int32)
+        for row, row_tiles in zip(table, assigned, strict=True):
+            row[: 1 + len(row_tiles)] = len(row_tiles), *row_tiles
         return table
 
     def work_tiles(self, block: Array, longest_first: Any = None) -> Array:
         """The number of work tiles of a thread block; the argument is the table above, in device memory."""
         block, begin, end = self._in_wave(block)
-        if self.rising:
+        if self.later_tiles_are_longer:
             count = self.paired + longest_first[block, 0]
         else:
             count = lax.div(self.number - 1 - block, jnp.int32(self.wave)) + 1
@@ -119,10 +123,10 @@ class PersistentTileScheduler:
         block, begin, _ = self._in_wave(block)
         work_tile = work_tile + begin
         number, tiles, two = work_tile * self.wave + block, jnp.int32(self.tiles), jnp.int32(2)
-        if self.rising:
-            alone = longest_first[block, 1 + jnp.clip(work_tile - self.paired, 0, self.longest_first.shape[1] - 2)]
+        if self.later_tiles_are_longer:
+            unpaired = longest_first[block, 1 + jnp.clip(work_tile - self.paired, 0, self.longest_first.shape[1] - 2)]
             pair = (lax.div(work_tile, two) * self.wave + block) * 2 + lax.rem(work_tile, two)
-            number = jnp.where(work_tile < self.paired, pair, alone)
+            number = jnp.where(work_tile < self.paired, pair, unpaired)
             from_an_end = lax.div(lax.rem(number, tiles), two)
             last = lax.rem(lax.rem(number, tiles), two) == 0
             return jnp.where(last, self.tiles - 1 - from_an_end, from_an_end), lax.div(number, tiles)
@@ -132,8 +136,11 @@ class PersistentTileScheduler:
         """The place of a thread block in its wave, and the begin and end of the wave's work tiles."""
         begin, end = self.begins[-1], self.number
         for n in reversed(range(1, len(self.begins))):
-            before = block < n * self.wave
-            begin, end = jnp.where(before, self.begins[n - 1], begin), jnp.where(before, self.begins[n], end)
+            in_earlier_wave = block < n * self.wave
+            begin, end = (
+                jnp.where(in_earlier_wave, self.begins[n - 1], begin),
+                jnp.where(in_earlier_wave, self.begins[n], end),
+            )
         return lax.rem(block, jnp.int32(self.wave)) if len(self.begins) > 1 else block, begin, end
 
 
@@ -172,11 +179,11 @@ class ListedTileScheduler:
     def order(self, costs: Array) -> Array:
         """The work tiles, int32 [number], by their costs [heads, tiles]."""
         last = min(self.heads, -(-UNPAIRED * self.processors // self.tiles))
-        before = (self.heads - last) // 2 * 2
-        head = jnp.arange(before, dtype=jnp.int32)[:, None]
-        of_heads = longest_first(costs[:before])
+        heads_by_themselves = (self.heads - last) // 2 * 2
+        head = jnp.arange(heads_by_themselves, dtype=jnp.int32)[:, None]
+        of_heads = longest_first(costs[:heads_by_themselves])
         of_heads = head * self.tiles + jnp.where(head % 2 == 0, of_heads, of_heads[:, ::-1])
-        of_last = before * self.tiles + longest_first(costs[before:].reshape(-1))
+        of_last = heads_by_themselves * self.tiles + longest_first(costs[heads_by_themselves:].reshape(-1))
         return jnp.concatenate([of_heads.reshape(-1), of_last[_back_and_forth(of_last.size, self.blocks)]])
 
     def work_tiles(self, block: Array, order: Any) -> Array:

@@ -10,9 +10,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._inline.barriers import in_warp
+from .._inline.barriers import warp_any
 from .._inline.registers import COLUMNS as COLUMNS  # which is asked for here
-from .._inline.registers import compare_columns, of_threads, powers_of_pairs
+from .._inline.registers import compare_columns, powers_of_pairs, thread_partial_row_sums
 from .._launch import PER_COLUMN, PER_ROW, WGMMA, broadcast_rows, load_vector
 from .mask_info import MaskInfo
 from .problem import LOG2_E, Problem
@@ -120,76 +120,77 @@ def visible(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool
 
 
 def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
-    """A part of one of the vectors [b, n] in device memory."""
+    """`length` numbers from `first` on of one row of `vectors` [b, n] in device memory; b may be 1."""
     batch = batch if vectors.shape[0] > 1 else 0
     return load_vector(vectors.at[batch, pl.ds(first, length)], layout, optimized=False)
 
 
 def weights(
     s: Array,
-    before: Statistics,
+    previous: Statistics,
     ok: Array | None,
     exponent: Array | float,
     p_scale_log2: Array | int,
     limits: RescaleLimits,
-    hides: bool = False,
+    has_mask: bool = False,
 ) -> tuple[Array, Statistics, Array]:
     """p = 2^p_scale_log2·exp(s − m) under the new row maximum m, the statistics, and alpha, the factor of earlier sums.
 
     s times `exponent` is the log₂ of a weight. A maximum stays where none is greater by more than `rescale_threshold`:
-    then alpha is 1. `hides`: logits may be −∞ where `ok` does not say so.
+    then alpha is 1. `has_mask`: logits may be −∞ where `ok` does not say so.
     """
     s = s.astype(jnp.float32)
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
     greatest = limits.maximum(s.max(axis=1) * exponent)
-    maximum = jnp.where(greatest > before.maximum + limits.rescale_threshold, greatest, before.maximum)
-    base = _base(maximum, hides or ok is not None)
-    p, total, alpha = _relative_to(base, s, before, exponent, p_scale_log2, limits)
+    maximum = jnp.where(greatest > previous.maximum + limits.rescale_threshold, greatest, previous.maximum)
+    base = _base(maximum, has_mask or ok is not None)
+    p, total, alpha = _relative_to(base, s, previous, exponent, p_scale_log2, limits)
     return p, Statistics(maximum, total), alpha
 
 
 def updated(
-    acc: Array, s: Array, before: Statistics, exponent: Array | float, p_scale_log2: Array | int, limits: RescaleLimits,
-    operand: Callable[[Array], Array], hides: bool = False,
+    acc: Array, s: Array, previous: Statistics, exponent: Array | float, p_scale_log2: Array | int,
+    limits: RescaleLimits, operand: Callable[[Array], Array], has_mask: bool = False,
 ) -> tuple[Array, Array, Statistics]:  # fmt: skip
-    """acc, p of a block as an operand of wgmma, and the statistics. Only if it `hides` some may all logits of a row be
-    −∞: a row without a maximum has no finite sums of threads, and comes to `rise`.
+    """acc, p of a block as an operand of wgmma, and the statistics, without a reduction of the maximum if none changes.
 
-    A warp assumes that its row maxima stay, and checks the sums of its threads: no weight is too great if none of these
-    is. That saves the reduction of the maximum. Otherwise it computes p again under new maxima, and rescales acc.
+    A warp computes p with its previous row maxima, and checks the partial row sums of its threads: if none exceeds the
+    limit, no weight does. Otherwise `rescale` computes p again with new maxima, and rescales acc.
+    `has_mask`: a row may be all −∞; its NaN sums then fail the check, and `rescale` recomputes it.
     """
-    p = _powers(s, exponent, before.maximum - p_scale_log2)
-    packed, sums = operand(p), of_threads(p)
+    p = _powers(s, exponent, previous.maximum - p_scale_log2)
+    packed, sums = operand(p), thread_partial_row_sums(p)
 
-    def stay(acc, s, p, sums):
+    def keep_maximum(acc, s, p, sums):
         del s
-        return acc, p, Statistics(before.maximum, before.total + _unscaled(sums, p_scale_log2, limits))
+        return acc, p, Statistics(previous.maximum, previous.total + _unscaled(sums, p_scale_log2, limits))
 
-    def rise(acc, s, p, sums):
+    def rescale(acc, s, p, sums):
         s, fits = s.astype(jnp.float32), sums.max(axis=1) <= limits.row_sum_limit
         if limits.float16 is not None:
-            fits &= jnp.abs(before.maximum) <= limits.float16.maximum
-        risen = jnp.maximum(before.maximum, limits.maximum(s.max(axis=1) * exponent))
-        maximum = jnp.where(fits, before.maximum, risen)
-        p, total, alpha = _relative_to(_base(maximum, hides), s, before, exponent, p_scale_log2, limits)
+            fits &= jnp.abs(previous.maximum) <= limits.float16.maximum
+        raised = jnp.maximum(previous.maximum, limits.maximum(s.max(axis=1) * exponent))
+        maximum = jnp.where(fits, previous.maximum, raised)
+        p, total, alpha = _relative_to(_base(maximum, has_mask), s, previous, exponent, p_scale_log2, limits)
         return acc * broadcast_rows(alpha, acc), operand(p), Statistics(maximum, total)
 
-    return lax.cond(_beyond(sums, before.maximum, p_scale_log2, limits), rise, stay, acc, s, packed, sums)
+    return lax.cond(_beyond(sums, previous.maximum, p_scale_log2, limits), rescale, keep_maximum, acc, s, packed, sums)
 
 
-def _base(maximum: Array, hides: bool) -> Array:
+def _base(maximum: Array, has_mask: bool) -> Array:
     """What weights are relative to: the maxima, or 0 in rows that have seen no key yet."""
-    return jnp.where(maximum == -jnp.inf, 0.0, maximum) if hides else maximum
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum) if has_mask else maximum
 
 
 def _relative_to(
-    base: Array, s: Array, before: Statistics, exponent: Array | float, p_scale_log2: Array | int, limits: RescaleLimits
-) -> tuple[Array, Array, Array]:
+    base: Array, s: Array, previous: Statistics, exponent: Array | float, p_scale_log2: Array | int,
+    limits: RescaleLimits,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """p relative to the maximum `base`, the updated row sums, and alpha, by which earlier sums are rescaled."""
-    p, alpha = _powers(s, exponent, base - p_scale_log2), jnp.exp2(before.maximum - base)
-    sums = of_threads(p)
-    return p, before.total * broadcast_rows(alpha, sums) + _unscaled(sums, p_scale_log2, limits), alpha
+    p, alpha = _powers(s, exponent, base - p_scale_log2), jnp.exp2(previous.maximum - base)
+    sums = thread_partial_row_sums(p)
+    return p, previous.total * broadcast_rows(alpha, sums) + _unscaled(sums, p_scale_log2, limits), alpha
 
 
 def _powers(s: Array, exponent: Array | float, base: Array) -> Array:
@@ -215,4 +216,4 @@ def _beyond(sums: Array, maximum: Array, p_scale_log2: Array | int, limits: Resc
     beyond = ~(sums <= row_sum_limit)
     if limits.float16 is not None:
         beyond |= broadcast_rows(jnp.abs(maximum) > limits.float16.maximum, sums)
-    return in_warp(beyond, WGMMA)
+    return warp_any(beyond, WGMMA)

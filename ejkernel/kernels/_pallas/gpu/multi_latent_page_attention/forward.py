@@ -19,7 +19,8 @@ from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
 from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionConfig
 
 from .._inline.rows import TILE_COLUMNS
-from .._launch import ROWS, launch, shared, stage_of, sync
+from .._launch import ROWS, launch, stage_of, sync
+from .._launch import shared as swizzled_smem
 from ..flash_attention.plan import REGISTERS
 from ..ragged_page_attention.work import WorkTile, most_tiles, work_tiles
 from . import seesaw, transposed
@@ -57,8 +58,8 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
         warpgroups=WARPGROUPS,
         scratch=dict(
             q=_q_tiles(plan, dtype),
-            k_latent=shared((STAGES, BLOCK_K, R), dtype),
-            k_rope=shared((STAGES, BLOCK_K, plan.D), dtype),
+            k_latent=swizzled_smem((STAGES, BLOCK_K, R), dtype),
+            k_rope=swizzled_smem((STAGES, BLOCK_K, plan.D), dtype),
             q_full=plgpu.Barrier(num_arrivals=plan.parts),
             k_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=2 * plan.copies),
             **_consumers(plan).scratch(plan, dtype),
@@ -90,49 +91,49 @@ def _q_tiles(plan: Plan, dtype: Any) -> plgpu.RefUnion:
     """
     of_part, swizzle = (1, plan.rows, TILE_COLUMNS), plgpu.SwizzleTransform(128)
     return plgpu.RefUnion(
-        tuple(shared(of_part, dtype) for _ in range(plan.parts)),
+        tuple(swizzled_smem(of_part, dtype) for _ in range(plan.parts)),
         tuple(plgpu.SMEM(of_part, dtype, transforms=(swizzle,)) for _ in range(plan.parts)),
     )
 
 
 def _kernel(q_latent, q_rope, pages, block_tables, table, total, o, lse, *, plan: Plan, **scratch):
     consumers = _consumers(plan)
-    number, tiles = lax.axis_index("warpgroup"), consumers.Tiles(**scratch)
+    number, shared = lax.axis_index("warpgroup"), consumers.Shared(**scratch)
     index, part, heads = plan.place()
 
     def work():
-        of = plan.work_tile(index, table)
-        first, pairs = plan.tiles_of_keys(of, part)
-        row = of.token * plan.H + heads * plan.rows
-        consume = partial(consumers.consume, tiles, o, lse, of, first, pairs, row, part, heads, plan)
-        produce = partial(_produce, tiles, q_latent, q_rope, pages, block_tables, of, first, pairs, row, plan)
+        work_tile = plan.work_tile(index, table)
+        first, pairs = plan.tiles_of_keys(work_tile, part)
+        row = work_tile.token * plan.H + heads * plan.rows
+        consume = partial(consumers.consume, shared, o, lse, work_tile, first, pairs, row, part, heads, plan)
+        produce = partial(_produce, shared, q_latent, q_rope, pages, block_tables, work_tile, first, pairs, row, plan)
         lax.cond(number < 2, lambda: lax.cond(number == 0, partial(consume, 0), partial(consume, 1)), produce)
 
     pl.when(index < total[0])(work)
 
 
 def _produce(
-    tiles: Any, q_latent, q_rope, pages, block_tables, of: WorkTile, first: Array, pairs: Array, row: Array,
+    shared: Any, q_latent, q_rope, pages, block_tables, work_tile: WorkTile, first: Array, pairs: Array, row: Array,
     plan: Plan,
 ) -> None:  # fmt: skip
     """The producer warpgroup: q, and the tiles of keys into the stages as they become empty."""
     plgpu.set_max_registers(REGISTERS[2][1], action="decrease")
-    _, parts = tiles.q
+    _, parts = shared.q
     for part, target in enumerate(parts):
         source, column = (q_latent, part * TILE_COLUMNS) if part < plan.parts - 1 else (q_rope, 0)
         plgpu.copy_gmem_to_smem(
-            source.at[pl.ds(row, plan.rows), pl.ds(column, TILE_COLUMNS)], target.at[0], tiles.q_full
+            source.at[pl.ds(row, plan.rows), pl.ds(column, TILE_COLUMNS)], target.at[0], shared.q_full
         )
 
-    def one(n, carry):
+    def load_tile(n, carry):
         stage = stage_of(n, STAGES)
-        slots = plan.slots(of, first + n, block_tables)
+        slots = plan.slots(work_tile, first + n, block_tables)
         sync(K_EMPTY + stage, plan.warpgroups_of_stage)
         for copy, slot in enumerate(slots):
             rows, to = pl.ds(slot, plan.rows_of_page), pl.ds(copy * plan.rows_of_page, plan.rows_of_page)
-            full = tiles.k_full.at[stage]
-            plgpu.copy_gmem_to_smem(pages.at[rows, pl.ds(0, plan.R)], tiles.k_latent.at[stage, to], full)
-            plgpu.copy_gmem_to_smem(pages.at[rows, pl.ds(plan.R, plan.D)], tiles.k_rope.at[stage, to], full)
+            full = shared.k_full.at[stage]
+            plgpu.copy_gmem_to_smem(pages.at[rows, pl.ds(0, plan.R)], shared.k_latent.at[stage, to], full)
+            plgpu.copy_gmem_to_smem(pages.at[rows, pl.ds(plan.R, plan.D)], shared.k_rope.at[stage, to], full)
         return carry
 
-    lax.fori_loop(0, 2 * pairs, one, jnp.int32(0))
+    lax.fori_loop(0, 2 * pairs, load_tile, jnp.int32(0))

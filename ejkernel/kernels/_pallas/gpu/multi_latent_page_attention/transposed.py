@@ -1,14 +1,14 @@
-"""Tiles of 16 or 32 rows: q stands where products have their columns, so that few rows fill them.
+"""Tiles of 16 or 32 rows: operands are swapped, so that q is the N dimension of both products (CUTLASS's swap AB).
 
-A product of Hopper has 64 rows, of which the heads of one token may be 16; columns it has from 8 on. So a tile of keys
-is the first operand of both products:
+The M dimension of wgmma is 64, of which 16 heads of one token would use a quarter; the N dimension is a multiple of 8.
+So k and v are the A operands:
 
     sᵀ = k·qᵀ [keys, rows],    p = exp(s − m),    oᵀ += vᵀ·pᵀ [features, rows].
 
-A product of these takes what its first operand takes from shared memory, twice the time of its multiplications, and
-half of that of 64 rows. acc of all features has 4 registers a thread for each row, so that either consumer warpgroup
-computes every second tile by itself, in a stage of its own: they wait for one another only at the end. It is the memory
-that they wait for then, with one of the two stages under way nearly always.
+Such a product is bound by reading A from shared memory, which takes twice the time of its multiplications, and half of
+the time of a product with 64 rows of q. acc takes 4 registers of each thread for each row of q, so that either consumer
+warpgroup holds all features and computes every second tile by itself, in a stage of its own: they synchronize only in
+the epilogue. The kernel is then bound by memory, with a copy into one of the two stages nearly always in flight.
 
 The maximum of a row is over keys, which are in all warps: these exchange it in shared memory. The sums of weights stay
 with their threads until the end. There each warpgroup merges half of the features:
@@ -24,7 +24,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._inline.columns import leave, reduce_columns, scratch_of_columns, store_columns, store_transposed, take
+from .._inline.columns import (
+    load_registers_from_smem,
+    reduce_columns,
+    scratch_of_columns,
+    store_columns,
+    store_registers_to_smem,
+    store_transposed,
+)
 from .._inline.rows import TILE_COLUMNS, zero_rows
 from .._launch import (
     PER_COLUMN,
@@ -33,12 +40,14 @@ from .._launch import (
     arrive,
     broadcast_columns,
     full,
-    in_warp,
     indices,
     load_vector,
     opaque_copy,
-    shared,
     sync,
+    warp_any,
+)
+from .._launch import (
+    shared as swizzled_smem,
 )
 from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E
@@ -47,7 +56,7 @@ from ..ragged_page_attention.work import WorkTile
 from .plan import BLOCK_K, HALF, K_EMPTY, LOWEST, SUMS, Plan
 
 
-class Tiles(NamedTuple):
+class Shared(NamedTuple):
     """Shared memory of a thread block: q, k, the weights, the row maxima and sums, and the full barriers."""
 
     q: Any
@@ -62,7 +71,7 @@ class Tiles(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What a warpgroup has of its tiles so far: oᵀ of both halves of the features, m, and the threads' sums of p."""
+    """What the mainloop carries: acc, oᵀ of both halves of the features; the row maxima m; partial sums of p."""
 
     halves: tuple[Array, Array]
     maximum: Array
@@ -70,9 +79,9 @@ class Carry(NamedTuple):
 
 
 def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
-    """The memory of `Tiles`, but for q, k and the barriers."""
+    """The memory of `Shared`, but for q, k and the barriers."""
     return dict(
-        p=shared((2, plan.rows, BLOCK_K), dtype),
+        p=swizzled_smem((2, plan.rows, BLOCK_K), dtype),
         exchanged=plgpu.SMEM((2, *scratch_of_columns(plan.rows)), jnp.float32),
         maxima=plgpu.SMEM((2, plan.rows), jnp.float32),
         sums=plgpu.SMEM((2, plan.rows), jnp.float32),
@@ -80,90 +89,92 @@ def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
 
 
 def consume(
-    tiles: Tiles, o, lse, of: WorkTile, first: Array, pairs: Array, row: Array, part: Array, heads: Array,
+    shared: Shared, o, lse, work_tile: WorkTile, first: Array, pairs: Array, row: Array, part: Array, heads: Array,
     plan: Plan, number: int,
 ) -> None:  # fmt: skip
     """Consumer warpgroup `number`: every second tile of keys, and at the end half of the features of o."""
     plgpu.set_max_registers(REGISTERS[2][0], action="increase")
     arrive(K_EMPTY + number, plan.warpgroups_of_stage)
-    plgpu.barrier_wait(tiles.q_full)
+    plgpu.barrier_wait(shared.q_full)
     zeros = partial(full, value=0.0, layout=WGMMA)
     start = Carry(
         (zeros((HALF, plan.rows)), zeros((HALF, plan.rows))),
         full((plan.rows,), LOWEST, PER_COLUMN),
         zeros((BLOCK_K, plan.rows)),
     )
-    last = lax.fori_loop(0, pairs, partial(_step, tiles, of, first, plan, number), start)
-    total = reduce_columns("add", last.total, tiles.exchanged.at[number])
-    leave(tiles.k_latent.at[number], last.halves[1 - number])  # nothing more comes to this stage
-    tiles.maxima[number], tiles.sums[number] = last.maximum, total
+    last = lax.fori_loop(0, pairs, partial(_step, shared, work_tile, first, plan, number), start)
+    total = reduce_columns("add", last.total, shared.exchanged.at[number])
+    store_registers_to_smem(shared.k_latent.at[number], last.halves[1 - number])  # nothing more comes to this stage
+    shared.maxima[number], shared.sums[number] = last.maximum, total
     sync(SUMS, 2)
-    of_other = load_vector(tiles.maxima.at[1 - number], PER_COLUMN)
-    maximum = jnp.maximum(last.maximum, of_other)
-    mine, others = jnp.exp2(last.maximum - maximum), jnp.exp2(of_other - maximum)
-    total = total * mine + load_vector(tiles.sums.at[1 - number], PER_COLUMN) * others
+    other_maximum = load_vector(shared.maxima.at[1 - number], PER_COLUMN)
+    maximum = jnp.maximum(last.maximum, other_maximum)
+    alpha, other_alpha = jnp.exp2(last.maximum - maximum), jnp.exp2(other_maximum - maximum)
+    total = total * alpha + load_vector(shared.sums.at[1 - number], PER_COLUMN) * other_alpha
     saw = total > 0
     total = jnp.where(saw, total, 1.0)
     of_rows = jnp.where(saw, (maximum + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
-    acc = _times(last.halves[number], mine / total)
-    acc += _times(take(tiles.k_latent.at[1 - number], acc), others / total)
+    acc = _times(last.halves[number], alpha / total)
+    acc += _times(load_registers_from_smem(shared.k_latent.at[1 - number], acc), other_alpha / total)
     out = part * (lse.shape[0] // plan.splits) + row
-    store_columns(o, lse, acc.astype(o.dtype), of_rows, out, plan.count(of, heads), number)
+    store_columns(o, lse, acc.astype(o.dtype), of_rows, out, plan.count(work_tile, heads), number)
 
 
-def _step(tiles: Tiles, of: WorkTile, first: Array, plan: Plan, number: int, pair: Array, before: Carry) -> Carry:
-    """The carry after the tile of keys that this warpgroup computes of a pair of tiles."""
-    s = _logits(tiles, of, first + 2 * pair + number, plan, number)
-    greatest = reduce_columns("max", s, tiles.exchanged.at[number]) * plan.exponent
-    maximum = jnp.maximum(before.maximum, greatest)
-    alpha = jnp.exp2(before.maximum - maximum)
+def _step(
+    shared: Shared, work_tile: WorkTile, first: Array, plan: Plan, number: int, pair: Array, previous: Carry
+) -> Carry:
+    """The carry after this warpgroup's tile of a pair of tiles of keys."""
+    s = _logits(shared, work_tile, first + 2 * pair + number, plan, number)
+    greatest = reduce_columns("max", s, shared.exchanged.at[number]) * plan.exponent
+    maximum = jnp.maximum(previous.maximum, greatest)
+    alpha = jnp.exp2(previous.maximum - maximum)
     p = jnp.exp2(s * plan.exponent - broadcast_columns(maximum, s))
-    store_transposed(tiles.p.at[number], p.astype(tiles.p.dtype))
+    store_transposed(shared.p.at[number], p.astype(shared.p.dtype))
     plgpu.commit_smem()
-    total = _times(before.total, alpha) + p
+    total = _times(previous.total, alpha) + p
     halves = lax.cond(
-        in_warp(alpha != 1, PER_COLUMN),
+        warp_any(alpha != 1, PER_COLUMN),
         lambda *halves: tuple(_times(acc, alpha) for acc in halves),
         lambda *halves: halves,
-        *before.halves,
+        *previous.halves,
     )
 
     def values(accs):
         again = opaque_copy(number)
         for half, acc in enumerate(accs):
-            v = tiles.k_latent.at[again, :, pl.ds(half * HALF, HALF)]
-            plgpu.wgmma(acc, v.T, tiles.p.at[again].T)
+            v = shared.k_latent.at[again, :, pl.ds(half * HALF, HALF)]
+            plgpu.wgmma(acc, v.T, shared.p.at[again].T)
 
     halves = pl.run_state(values)(tuple(map(plgpu.ACC.init, halves)))
     arrive(K_EMPTY + number, plan.warpgroups_of_stage)
     return Carry(tuple(halves), maximum, total)
 
 
-def _logits(tiles: Tiles, of: WorkTile, tile: Array, plan: Plan, number: int) -> Array:
+def _logits(shared: Shared, work_tile: WorkTile, tile: Array, plan: Plan, number: int) -> Array:
     """The logits of a tile, [keys, rows], without the factor `plan.exponent`, −∞ where they are masked.
 
-    The addresses of products are computed again each time: kept in registers, they are spilled.
+    The addresses of operands come from `opaque_copy`: kept in registers over the loop, they would be spilled.
     """
-    plgpu.barrier_wait(tiles.k_full.at[number])
-    begin, end = of.first_key - tile * BLOCK_K, of.stop - tile * BLOCK_K
-    hides = (begin > 0) | (end < BLOCK_K)
-    pl.when(hides)(lambda: zero_rows(tiles.k_latent.at[number], begin, end))
+    plgpu.barrier_wait(shared.k_full.at[number])
+    begin, end = work_tile.first_key - tile * BLOCK_K, work_tile.stop - tile * BLOCK_K
+    has_invalid_slots = (begin > 0) | (end < BLOCK_K)
+    pl.when(has_invalid_slots)(lambda: zero_rows(shared.k_latent.at[number], begin, end))
 
     def product(s):
         again, zero = opaque_copy(number), opaque_copy(0)
-        for part, q in enumerate(tiles.q[0]):
+        for part, q in enumerate(shared.q[0]):
             columns = pl.ds(part * TILE_COLUMNS, TILE_COLUMNS)
-            k = tiles.k_rope.at[again] if part == plan.parts - 1 else tiles.k_latent.at[again, :, columns]
+            k = shared.k_rope.at[again] if part == plan.parts - 1 else shared.k_latent.at[again, :, columns]
             plgpu.wgmma(s, k, q.at[zero].T)
         return s[...]
 
     s = pl.run_scoped(product, accumulator(BLOCK_K, plan.rows))
     if plan.softcap is not None:
         s = logits(s, plan.problem)
-    position = of.position - tile * BLOCK_K
-    cut = hides | (position < BLOCK_K - 1)
+    position = work_tile.position - tile * BLOCK_K
+    cut = has_invalid_slots | (position < BLOCK_K - 1)
     if plan.window is not None:
-        cut |= position + of.tokens - plan.window > 0
+        cut |= position + work_tile.tokens - plan.window > 0
     return lax.cond(cut, lambda s: jnp.where(_visible(position, end, plan), s, -jnp.inf), lambda s: s, s)
 
 

@@ -46,10 +46,12 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     if wrong := refuses_scale(spec):
         return wrong
     if q.shape[1] < LEAST_TOKENS:
-        return f"tokens of the step: {q.shape[1]}; the tiles of the kernel need {LEAST_TOKENS} or more"
+        return f"{q.shape[1]} tokens in the step; the kernel takes {LEAST_TOKENS} or more"
     sequences, heads = operands.block_tables.shape[1], q.shape[2] // kv.shape[3]
-    if (rows := math.ceil(q.shape[1] / sequences) * heads) <= _paged.LARGEST_DECODE_TILE:
-        return f"tokens × heads of a group in an average sequence: {rows}, which the decoding kernel has in one tile"
+    if (rows := math.ceil(q.shape[1] / sequences) * heads) <= (most := _paged.LARGEST_DECODE_TILE):
+        return (
+            f"sequences of {rows} tokens × heads of a group on average; up to {most} Triton's decoding kernel is faster"
+        )
     return None
 
 

@@ -24,7 +24,7 @@ from ejkernel.primitives.ragged_page_attention import Operands
 from .._inline.rows import TILE_COLUMNS, store_rows, zero_rows
 from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, full, launch, shared, stage_of, sync
 from ..flash_attention.feature_tiles import Tiles, tiles_of
-from ..flash_attention.mainloop import Shared, Tile, consume
+from ..flash_attention.mainloop import ConsumerTile, Shared, consume
 from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E, Problem
 from ..flash_attention.tiles import COLUMNS, Statistics, View
@@ -113,7 +113,7 @@ def _kernel(
     pl.when(count > 0)(lambda: lax.cond(number < plan.consumers, compute, produce))
 
 
-def _tile_of(tiles: Shared, arrays: tuple, number: Array, plan: PagedPlan, work_tile: Array) -> Tile:
+def _tile_of(tiles: Shared, arrays: tuple, number: Array, plan: PagedPlan, work_tile: Array) -> ConsumerTile:
     """The rows that this warpgroup has of the n-th work tile of its thread block."""
     table, sinks = arrays
     of, head = plan.work_tile(work_tile, table)
@@ -126,7 +126,7 @@ def _tile_of(tiles: Shared, arrays: tuple, number: Array, plan: PagedPlan, work_
         hides, begin, end = plan.hides(of, block)
         pl.when(hides)(lambda: zero_rows(tiles.v.copies[0].at[stage], begin, end))
 
-    return Tile(
+    return ConsumerTile(
         number=number,
         q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in tiles.q.parts],
         view=View(jnp.int32(0), of.position + number * ROWS, None),
@@ -144,7 +144,7 @@ def _store(
     number: Array,
     plan: PagedPlan,
     work_tile: Array,
-    tile: Tile,
+    tile: ConsumerTile,
     acc: Array,
     last: Statistics,
 ) -> None:

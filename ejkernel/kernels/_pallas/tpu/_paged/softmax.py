@@ -37,12 +37,12 @@ def accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, pr
     heads, rows, _ = x.q.shape
     begin = (lax.div(item.first, problem.keys) + block) * problem.keys
     key = begin + lax.broadcasted_iota(jnp.int32, (problem.keys, 1), 0)
-    is_seen = (key >= item.first) & (key < item.stop)
+    is_visible = (key >= item.first) & (key < item.stop)
     visible = _visible(x.drafts, item, begin, rows, problem)
     if x.drafts is not None:
-        is_seen &= _is_visible_to_any(visible, item, problem)
+        is_visible &= _is_visible_to_any(visible, item, problem)
     loaders = [
-        cache.loader(buffer, slot, is_seen, x.q.dtype) for cache, buffer in zip(problem.caches, buffers, strict=True)
+        cache.loader(buffer, slot, is_visible, x.q.dtype) for cache, buffer in zip(problem.caches, buffers, strict=True)
     ]
 
     def of_head(g, keys, values):

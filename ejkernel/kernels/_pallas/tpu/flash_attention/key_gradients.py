@@ -53,7 +53,7 @@ def gradients_by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals:
         outputs,
         out_specs=specs,
         where=where,
-        grid=(problem.batch, problem.kv_heads, schedule.steps, 1 if schedule.of_head else group),
+        grid=(problem.batch, problem.kv_heads, schedule.steps, 1 if schedule.blocks_per_head else group),
         scratch=Tile(**{name: vmem((problem.block_k, x.shape[2] // problem.kv_heads)) for name, x in wanted.items()}),
         matmuls=(3 if with_dq else 2, 2),
     )
@@ -63,9 +63,9 @@ def gradients_by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals:
 
 def _member(schedule: Schedule, member, minor) -> tuple[Any, Any]:
     """The head of a group and the block of queries of a step, from the last axis of the grid or from the schedule."""
-    if not schedule.of_head:
+    if not schedule.blocks_per_head:
         return member, minor
-    return jax.lax.div(minor, schedule.of_head), jax.lax.rem(minor, schedule.of_head)
+    return jax.lax.div(minor, schedule.blocks_per_head), jax.lax.rem(minor, schedule.blocks_per_head)
 
 
 def _kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, schedule: Schedule):
@@ -79,7 +79,7 @@ def _kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, sched
 
         @pl.when(number == 0)
         def _():
-            if schedule.of_head:
+            if schedule.blocks_per_head:
 
                 @pl.loop(0, problem.group)
                 def _(member):

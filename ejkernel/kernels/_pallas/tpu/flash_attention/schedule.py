@@ -29,8 +29,8 @@ class TileMask(NamedTuple):
 
 # In a schedule, fully masked tiles only pad the rows of batch elements that have fewer tiles than others.
 FULLY_MASKED = TileMask(0, 0, False)
-# The most code of a kernel, in tiles: it has separate code for each tile mask. With more, whole tiles are computed.
-MOST_CODE = 3
+# A kernel has code for each tile mask: in all at most for so many whole tiles. With more, tiles are computed whole.
+MOST_UNROLLED_TILES = 3
 # The bits of a block number and of a tile mask in an entry of the table: major block, minor block, tile mask.
 BLOCK_BITS, MASK_BITS = 14, 4
 
@@ -55,18 +55,18 @@ class Schedule(NamedTuple):
         table: [b?, n] int32, the tiles as packed (major block, minor block, tile mask).
         steps: the number of tiles, at most n.
         tile_masks: the tile masks that entries of the table index.
-        single: every major block has exactly one tile.
+        one_tile_per_block: every major block has exactly one tile.
         heads: the rows of the table for each batch element: 1, or one per head (or key/value head).
-        of_head: the minor blocks of each head if a row lists the tiles of all heads of a group, head by head; 0 if the
-            listed tiles are the same for all heads.
+        blocks_per_head: the minor blocks of each head if a row lists the tiles of all heads of a group, head by head; 0
+            if the listed tiles are the same for all heads.
     """
 
     table: Any
     steps: Any
     tile_masks: tuple[TileMask, ...]
-    single: bool
+    one_tile_per_block: bool
     heads: int = 1
-    of_head: int = 0
+    blocks_per_head: int = 0
 
     @property
     def numbers(self) -> list[int]:
@@ -103,7 +103,7 @@ def step_at(schedule: Schedule, table, b, h, step) -> Step:
     steps = table.shape[1]
     major, minor = blocks_at(schedule, table, b, h, step)
     number = _mask_number(_entry(schedule, table, b, h, step))
-    if schedule.single:
+    if schedule.one_tile_per_block:
         return Step(major, minor, number, True, True)
     before, _ = blocks_at(schedule, table, b, h, jnp.maximum(step - 1, 0))
     after, _ = blocks_at(schedule, table, b, h, jnp.minimum(step + 1, steps - 1))
@@ -127,10 +127,10 @@ def schedule_of(mask_info: MaskInfo, by: str, every: bool = False, group: int = 
     Each of these blocks has at least one tile. With `every`, fully masked tiles are listed too, for a kernel whose
     output has a block for every tile. By keys, `group` heads with separate masks share one list.
     """
-    numbers, heads, possible, of_head = mask_info.block_mask, mask_info.heads, mask_info.possible, 0
+    numbers, heads, possible, blocks_per_head = mask_info.block_mask, mask_info.heads, mask_info.possible, 0
     if by == "keys" and heads > 1 and not every:
-        rows, of_head, columns = numbers.shape
-        numbers, heads = numbers.reshape(-1, group, of_head, columns), heads // group
+        rows, blocks_per_head, columns = numbers.shape
+        numbers, heads = numbers.reshape(-1, group, blocks_per_head, columns), heads // group
         numbers = numbers.transpose(0, 3, 1, 2).reshape(rows // group, columns, -1)
         possible = None if possible is None else np.tile(possible.T, group)
     elif by == "keys":
@@ -150,7 +150,7 @@ def schedule_of(mask_info: MaskInfo, by: str, every: bool = False, group: int = 
     numbers = xp.where(position < count[:, None], xp.take_along_axis(numbers, chosen, axis=1), 0)
     table = (chosen // minors << BLOCK_BITS + MASK_BITS) | (chosen % minors << MASK_BITS) | numbers
     steps = tiles if xp is np else count.max()
-    return Schedule(table.astype(xp.int32), steps, mask_info.tile_masks, minors == 1, heads, of_head)
+    return Schedule(table.astype(xp.int32), steps, mask_info.tile_masks, minors == 1, heads, blocks_per_head)
 
 
 def mask_info_of(operands: Operands, problem: Problem) -> MaskInfo:
@@ -172,7 +172,7 @@ def _static_mask_info(some: np.ndarray, full: np.ndarray, chunks: int) -> MaskIn
     last = np.where(computed, chunks - some[..., ::-1].argmax(3), 0)
     found = _distinct(first, last, (some & ~full).any(3))
     code = sum(mask.last - mask.first for mask in found.tile_masks)
-    if code > MOST_CODE * chunks or len(found.tile_masks) > 1 << MASK_BITS:
+    if code > MOST_UNROLLED_TILES * chunks or len(found.tile_masks) > 1 << MASK_BITS:
         needs_mask = computed & ~(some & full).all(3)
         return _distinct(np.zeros_like(first), np.where(computed, chunks, 0), needs_mask)
     return found
