@@ -112,6 +112,25 @@ def test_an_entry_that_cannot_be_stored_causes_a_warning(directory):
     assert cache.get("key") is None
 
 
+def test_each_cause_is_told_once(directory):
+    """A second class that cannot be stored, after a first one, too."""
+
+    @dataclass
+    class Loose:
+        block: int = 1
+
+    @dataclass
+    class Open:
+        block: int = 1
+
+    cache = PersistentCache(directory)
+    with pytest.warns(UserWarning) as warned:
+        for config in (Loose(1), Loose(2), Open(1), Open(1)):
+            cache.put("key", config)
+    told = [str(w.message).rpartition(", and ")[2] for w in warned]
+    assert told == ["Loose is not frozen", "Open is not frozen"]
+
+
 def test_a_stored_config_of_another_class_than_the_kernels_is_a_miss(directory):
     @dataclass(frozen=True)
     class Old:

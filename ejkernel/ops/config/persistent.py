@@ -57,7 +57,7 @@ class PersistentCache:
         try:
             file.write({key: entry_of(config, tried)})
         except TypeError as error:
-            file.warn(str(error))
+            file.warn(error, "a config is not stored")
 
     def budget_spent(self, key: str, device: str | None = None) -> float:
         """The largest budget in seconds of a search for `key` that ended before two configs could be compared; or 0."""
@@ -95,7 +95,7 @@ def _unpacked(file: SharedFile, entry: Any, cls: type | None) -> Any | None:
     try:
         return unpack(entry, cls)
     except Exception as error:  # any kind, since the constructor of the config's class runs
-        file.warn(f"an entry was ignored: {error}")
+        file.warn(error, "an entry was ignored")
         return None
 
 

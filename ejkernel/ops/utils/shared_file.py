@@ -57,7 +57,7 @@ class SharedFile:
         self._entries: dict[str, Any] = {}
         self._unwritten: dict[str, Any] = {}
         self._version = None
-        self._warned = False
+        self._told: set[str] = set()
         self._lock_timeout = LOCK_TIMEOUT_S
         self._lock = threading.Lock()
 
@@ -67,9 +67,9 @@ class SharedFile:
             try:
                 self._refresh()
             except OSError as error:
-                self.warn(f"the file cannot be read: {error}")
+                self.warn(error, "the file cannot be read")
             except ValueError as error:
-                self.warn(f"the file is damaged and is ignored: {error}")
+                self.warn(error, "the file is damaged and is ignored")
             return self._entries | self._unwritten if self._unwritten else self._entries
 
     def write(self, entries: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class SharedFile:
                 self._add(self._unwritten, self._set_aside)
                 self._unwritten = {}
             except (OSError, ImportError) as error:
-                self.warn(f"{self._kind} are kept in memory alone: {error}")
+                self.warn(error, f"{self._kind} are kept in memory alone")
 
     def add(self, entries: dict[str, Any]) -> None:
         """Adds entries.
@@ -95,10 +95,11 @@ class SharedFile:
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
 
-    def warn(self, message: str) -> None:
-        """Warns of the file, once."""
-        if not self._warned:
-            self._warned = True
+    def warn(self, cause: Exception | str, what: str = "") -> None:
+        """Warns of the file once for each cause, whatever it prevents: `what` happens because of it."""
+        if (why := str(cause)) not in self._told:
+            self._told.add(why)
+            message = f"{what}: {why}" if what else why
             warnings.warn(f"ejkernel: {self.path}: {message}", UserWarning, stacklevel=2)
 
     def _add(self, entries: dict[str, Any], set_aside: Callable[[ValueError], None] | None = None) -> None:
@@ -119,7 +120,7 @@ class SharedFile:
             raise
 
     def _set_aside(self, error: ValueError) -> None:
-        self.warn(f"the file is damaged and was set aside: {error}")
+        self.warn(error, "the file is damaged and was set aside")
         os.replace(self.path, f"{self.path}.damaged")
 
     def _refresh(self, complain: Callable[[str], None] | None = None) -> None:
