@@ -26,7 +26,7 @@ from ..core.budget import BudgetSpent, budget_of_environment
 from ..core.kernel import Invocation, Kernel
 from ..core.progress import tell_once
 from ..core.tuner import Tuner
-from ..core.types import Cfg
+from ..core.types import Cfg, hashable
 from ..utils.devices import device_target
 from .cache import ConfigCache, autotune_override, overlays
 from .persistent import PersistentCache
@@ -198,7 +198,8 @@ class ConfigSelectorChain(Generic[Cfg]):
         budget = budget_of_environment()
         if not budget or self._was_too_short(budget, key, inv):
             return None
-        if set(space := kernel.config_space(inv)) <= {kernel.heuristic_cfg(inv)}:  # which imports all implementations
+        space = [hashable(kernel.name, config) for config in kernel.config_space(inv)]  # imports all implementations
+        if set(space) <= {hashable(kernel.name, kernel.heuristic_cfg(inv))}:
             return None
         if reason := self.tuner.refusal(inv):
             self._warn_once(f"{reason}; the heuristic ones are used")

@@ -35,7 +35,7 @@ from .checking import disagreement, same_bits
 from .kernel import Invocation, Kernel
 from .programs import compiled_in_turn, lowered, outside_any_trace, started_outside_any_trace
 from .progress import Progress
-from .types import Cfg
+from .types import Cfg, hashable
 
 # A candidate whose first batch is slower than the best by this factor is not timed further.
 _HOPELESS = 1.5
@@ -148,7 +148,8 @@ class Tuner:
     def _measure(self, kernel: Kernel, inv: Invocation, configs: Sequence | None, budget: float) -> Measured:
         with ExitStack() as stack:
             try:
-                configs = dict.fromkeys(by_priority(kernel.config_space(inv) if configs is None else configs))
+                configs = by_priority(kernel.config_space(inv) if configs is None else configs)
+                configs = dict.fromkeys(hashable(kernel.name, config) for config in configs)
                 heuristic = kernel.heuristic_cfg(inv)
                 types = replace(inv, args=random_types_like(inv.args), kwargs=random_types_like(inv.kwargs))
                 lowering = Deadline(budget)

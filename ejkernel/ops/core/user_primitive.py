@@ -17,6 +17,7 @@ from ejkernel.types import ShortRepr, Target
 
 from ..utils.labels import labelled
 from ..utils.operands import is_array
+from .types import hashable
 from .user_call import Call, cotangent, cotangent_types, forward, tangent, tangent_types
 
 
@@ -24,13 +25,11 @@ def bind(kernel: Any, args: tuple, kwargs: dict[str, Any], config: Any, target: 
     """Binds the primitive of `kernel(*args, **kwargs)` with a config chosen for `target` (None: given by the user)."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     static = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
-    call = Call(kernel, structure, static, target)
+    call, config = Call(kernel, structure, static, target), hashable(kernel.name, config)
     try:
-        hash((call, config))
+        hash(call)
     except TypeError as error:
-        raise TypeError(
-            f"{kernel.name}: the config, and arguments that are no arrays, have to be hashable: {error}"
-        ) from error
+        raise TypeError(f"{kernel.name}: arguments that are no arrays have to be hashable: {error}") from error
     arrays = _equally_varying([leaf for leaf in leaves if is_array(leaf)])
     returned = _structure_of_results(call, config, tuple(map(jax.typeof, arrays)))
     results = _trio(kernel.name).forward.bind(
