@@ -21,8 +21,9 @@ from jaxtyping import AbstractArray
 
 from ejkernel import lax, modules
 from ejkernel.modules import base
+from ejkernel.modules._argument_names import modules_parameters
 from ejkernel.modules._composed import COMPOSED
-from ejkernel.modules._operation import OPERATIONS, modules_parameters
+from ejkernel.modules._operation import OPERATIONS
 from ejkernel.modules._public_function import OWN_PARAMETERS
 from ejkernel.modules._release import signature_of
 from ejkernel.modules._release_table import FORMS

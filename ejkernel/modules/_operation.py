@@ -3,25 +3,24 @@
 `prepare` brings a user's call to the canonical form, that of the primitive.
 """
 
-import contextlib
-import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 
-from ..errors import type_error
+from ..errors import value_error
 from ..lowering import register as register_lowering
-from ..ops import Invocation, Kernel, default_executor
+from ..ops import Executor, Invocation, Kernel, default_executor
 from ..ops.core.kernel import KERNELS
 from ..ops.utils.operands import abstract, is_array, is_traced, random_like
 from ..primitives._factory import TANGENT
 from ..primitives._forward_only import ForwardOnly
 from ..primitives._trio import Trio
 from ..types import KernelConfig, OperationConfig, Platform
+from ._argument_names import lax_arguments, modules_names
+from ._over_mesh import over_mesh
 from ._primitive_kernel import ExecutorOfForward, PrimitiveKernel
 from .operations._arguments import align, config_of, platform_of
 
@@ -41,6 +40,7 @@ class Prepared(Generic[Result]):
     finish: Callable[[Mapping[str, Any]], Result]
 
 
+_OF_MESH = ("mesh", "in_specs", "out_specs")
 OPERATIONS: dict[str, type["Operation"]] = {}
 
 _platform: ContextVar[Platform | str] = ContextVar("_platform", default="auto")
@@ -160,10 +160,24 @@ class Operation(Kernel):
 
     def prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Invocation, Callable]:
         """A call of the modules API, with `platform=`, in the form that an Executor takes."""
-        given = {name: x for name, x in kwargs.items() if name != "platform"}
-        given = lax_arguments(type(self), args, given)
+        given = lax_arguments(type(self), args, {name: x for name, x in kwargs.items() if name != "platform"})
         with modules_names(type(self)):
             return self.invocation(**given, platform=kwargs.get("platform"))
+
+    def called_by(self, executor: Executor, args: tuple, kwargs: Mapping[str, Any], cfg: Any = None) -> Any:
+        """A call of the modules API, with `platform=` and `mesh=`, by an Executor."""
+        name, own = self.algorithm.name, dict.fromkeys(("platform", *_OF_MESH)) | kwargs
+        platform, mesh, in_specs, out_specs = (own.pop(n) for n in ("platform", *_OF_MESH))
+        given = lax_arguments(type(self), args, own)
+        run = lambda arguments: executor.call(lambda: self.invocation(**arguments, platform=platform), cfg)
+        with modules_names(type(self)):
+            if mesh is not None:
+                if in_specs is None or out_specs is None:
+                    raise value_error(name, "a mesh is given without in_specs and out_specs")
+                return over_mesh(type(self), run, given, mesh, in_specs, out_specs)
+            if in_specs is not None or out_specs is not None:
+                raise value_error(name, "in_specs and out_specs are given without a mesh")
+            return run(given)
 
     def canonical(self, inv: Invocation) -> Invocation:
         """A call of the modules API as an invocation of the kernel over the primitive, from its types."""
@@ -188,45 +202,6 @@ class Operation(Kernel):
         """The configs of the forward that are worth measuring, as `config=` of the lax API takes them."""
         call = self.canonical(inv)
         return call.kernel.config_space(call)
-
-
-def lax_arguments(operation: type[Operation], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with their names in the modules API replaced by those in the lax API."""
-    try:
-        bound = inspect.Signature(modules_parameters(operation)).bind(*args, **kwargs).arguments
-    except TypeError as error:
-        raise type_error(operation.algorithm.name, str(error)) from None
-    back = {new: old for old, new in operation.renamed.items()}
-    return operation.convert({back.get(name, name): x for name, x in bound.items()})
-
-
-def modules_names(operation: type[Operation]) -> contextlib.AbstractContextManager[None]:
-    """A context in which error messages name arguments as the modules API does."""
-    return renaming(operation.renamed)
-
-
-@contextlib.contextmanager
-def renaming(renamed: Mapping[str, str]) -> Iterator[None]:
-    """A context in which error messages name an argument by its value in the mapping."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        name_of = lambda found: renamed[found[0]]
-        text = re.sub(rf"\b({'|'.join(renamed)})\b", name_of, str(error)) if renamed else str(error)
-        if text == str(error) or type(error) not in (TypeError, ValueError):
-            raise
-        raise type(error)(text) from error.__cause__
-
-
-def modules_parameters(operation: type[Operation]) -> list[inspect.Parameter]:
-    """The parameters of the lax API under their names in the modules API."""
-    of = inspect.signature(operation.prepare_arguments).parameters.items()
-    return [
-        parameter.replace(
-            name=operation.renamed.get(name, name), annotation=operation.retyped.get(name, parameter.annotation)
-        )
-        for name, parameter in of
-    ]
 
 
 def types_of_call(operation: str, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:

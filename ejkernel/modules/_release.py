@@ -16,7 +16,7 @@ from jaxtyping import Array
 from ..errors import shown, type_error, value_error
 from ..kernels._registry import kernel_registry
 from ..types import MaskInfo, Window
-from ._operation import renaming
+from ._argument_names import renaming
 from ._public_function import OWN_PARAMETERS
 from ._release_table import FORMS, Form
 from ._signatures import annotations_of

@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 from sharded import both, each_type, mesh_of, rest
 
 import ejkernel
+from ejkernel.modules import FlashAttention
 from ejkernel.modules._operation import OPERATIONS
+from ejkernel.ops import ConfigSelectorChain, Executor
 
 CASES = with_primitives(cases.CASES)
 
@@ -66,6 +68,27 @@ def test_an_operand_of_another_name_in_the_modules_api():
     heads = P(None, None, "x")
     with pytest.raises(ValueError, match="gla: axis 2 of g is split over 2 devices; its size 3 "):
         ejkernel.modules.gla(x, x, x, jnp.ones((1, 8, 3, 4)), mesh=mesh, in_specs=(heads,) * 4, out_specs=heads)
+
+
+def over_heads(call, q, **given):
+    mesh, heads = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), P(None, None, "x")
+    return call(q, q, q, **{"mesh": mesh, "in_specs": dict.fromkeys("qkv", heads), "out_specs": heads} | given)
+
+
+def test_the_class_and_an_executor_take_a_mesh():
+    """As the function does, with the configs that the executor chooses."""
+    q, asked = jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 2, 4)), jnp.float32), []
+    chain = ConfigSelectorChain(autotune=False, on_event=lambda event, operation, *_: asked.append(operation))
+    wanted = ejkernel.lax.flash_attention(q, q, q)
+    for call in (FlashAttention(), functools.partial(Executor(chain), FlashAttention())):
+        found = over_heads(call, q)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        assert len(found.sharding.device_set) == 2
+        with pytest.raises(ValueError, match="flash_attention: in_specs and out_specs are given without a mesh"):
+            over_heads(call, q, mesh=None)
+        with pytest.raises(ValueError, match="flash_attention: a mesh is given without in_specs and out_specs"):
+            over_heads(call, q, out_specs=None)
+    assert asked == ["flash_attention@v1"]
 
 
 # --- Every operation --------------------------------------------------------------------------------------------------

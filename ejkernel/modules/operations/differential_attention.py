@@ -15,8 +15,8 @@ from ...primitives._sharding import aligned
 from ...primitives.flash_attention import Operands
 from ...primitives.flash_attention import flash_attention as algorithm
 from ...types import ConfigLike, CuSeqlens, Scale, Window
+from .._argument_names import renaming
 from .._composed import composed
-from .._operation import renaming
 from ._arguments import array, config_of, require_dtype, vary_alike
 from ._attention import attention_call
 from .flash_attention import FlashAttention

@@ -171,6 +171,10 @@ class Kernel(Generic[Cfg, Out]):
         """
         return Invocation(self, args, kwargs), lambda result: result
 
+    def called_by(self, executor: Any, args: tuple, kwargs: dict[str, Any], cfg: Cfg | None = None) -> Out:
+        """A call by an `Executor`, with the config `cfg`, or with the one that the executor chooses if it is None."""
+        return executor.call(lambda: self.prepare(args, kwargs), cfg)
+
     def canonical(self, inv: Invocation[Cfg, Out]) -> Invocation[Cfg, Out]:
         """The invocation under whose key configs are stored: of the kernel to which `prepare` passes the call."""
         return inv

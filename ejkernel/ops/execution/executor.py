@@ -39,7 +39,7 @@ class Executor(Generic[Cfg, Out]):
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Calls `kernel` with the config `cfg`, or with the chosen one if it is None."""
-        return self.call(lambda: kernel.prepare(args, kwargs), cfg)
+        return kernel.called_by(self, args, kwargs, cfg)
 
     def call(self, prepare: Callable[[], tuple[Invocation[Cfg, Any], Callable[[Any], Out]]], cfg: Any = None) -> Out:
         """Runs the invocation that `prepare` makes; the operations that it consists of see it as `call_context`."""
