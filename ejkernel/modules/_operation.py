@@ -3,6 +3,7 @@
 `prepare` brings a user's call to the canonical form, that of the primitive.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ class Prepared(Generic[Result]):
     finish: Callable[[Mapping[str, Any]], Result]
 
 
+# What a subclass of a built-in operation may override; the rest is asked of the kernels over its primitives.
+_OF_A_CALL = ("convert", "invocation", "place", "prepare_arguments", "renamed", "retyped")
 _OF_MESH = ("mesh", "in_specs", "out_specs")
 OPERATIONS: dict[str, type["Operation"]] = {}
 
@@ -54,7 +57,8 @@ def platform_of_call() -> Platform | str:
 class Operation(Kernel):
     """A built-in operation under its public arguments.
 
-    A subclass defines its primitives and the preparation of arguments; both public functions are made from these.
+    A subclass defines its primitives and the preparation of arguments; both public functions are made from these. A
+    subclass of that is the same operation, whose calls may prepare their arguments in another way.
 
     Attributes:
         algorithm: its primitives, and their common properties.
@@ -75,6 +79,8 @@ class Operation(Kernel):
 
     def __init_subclass__(cls, **how: Any) -> None:
         super().__init_subclass__(**how)
+        if (base := OPERATIONS.get(cls.algorithm.name)) in cls.__mro__:
+            return _refuse_overrides(cls, base)
         for primitive in cls.algorithm.primitives:
             register_lowering(primitive)
             KERNELS[primitive.name] = PrimitiveKernel(primitive, cls)
@@ -202,6 +208,18 @@ class Operation(Kernel):
         """The configs of the forward that are worth measuring, as `config=` of the lax API takes them."""
         call = self.canonical(inv)
         return call.kernel.config_space(call)
+
+
+def _refuse_overrides(cls: type[Operation], base: type[Operation]) -> None:
+    """Raises if a subclass of a built-in operation overrides what a call does not ask its class for."""
+    name = base.algorithm.name
+    for of in dir(Operation):
+        inherited = inspect.getattr_static(cls, of) is inspect.getattr_static(base, of)
+        if not inherited and not of.startswith("_") and of not in _OF_A_CALL:
+            raise TypeError(
+                f"{cls.__name__}: {name} does not honour {of} of a subclass; a kernel of one's own is a subclass of "
+                f"ejkernel.ops.Kernel, and an implementation of {name} is registered by kernel_registry.register"
+            )
 
 
 def types_of_call(operation: str, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
