@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import type_error
+from ..errors import UnsupportedError, type_error
 from ..ops import Kernel
 
 
@@ -30,12 +30,17 @@ def renaming(renamed: Mapping[str, str]) -> Iterator[None]:
     """A context in which error messages name an argument by its value in the mapping."""
     try:
         yield
-    except (TypeError, ValueError) as error:
-        name_of = lambda found: renamed[found[0]]
-        text = re.sub(rf"\b({'|'.join(renamed)})\b", name_of, str(error)) if renamed else str(error)
-        if text == str(error) or type(error) not in (TypeError, ValueError):
+    except (TypeError, ValueError, UnsupportedError) as error:
+        names = _stems(renamed) | dict(renamed)
+        text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(error)) if names else str(error)
+        if text == str(error) or type(error) not in (TypeError, ValueError, UnsupportedError):
             raise
         raise type(error)(text) from error.__cause__
+
+
+def _stems(renamed: Mapping[str, str]) -> dict[str, str]:
+    """What messages call two arguments together: cu_seqlens for cu_seqlens_q and cu_seqlens_k."""
+    return {old[:-2]: new[:-2] for old, new in renamed.items() if old[-2:] == new[-2:] and old[-2:] in ("_q", "_k")}
 
 
 def modules_parameters(operation: type[Kernel]) -> list[inspect.Parameter]:

@@ -1,12 +1,16 @@
 """Errors use the argument names of the API that was called."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import ejkernel
-from ejkernel.modules import GLA, FlashAttention
+from ejkernel.errors import UnsupportedError
+from ejkernel.modules import GLA, FlashAttention, _primitive_kernel
+from ejkernel.types import Target
 
 Q = jnp.ones((1, 8, 2, 4))
 
@@ -33,6 +37,23 @@ def test_of_attention(modules, lax, says):
             call(Q, Q, Q, **modules)
         assert says in str(told.value) and str(told.value) != str(of_lax.value)
         assert not any(f" {name} " in str(told.value) for name in lax)
+
+
+def test_of_two_arguments_together():
+    cuts = jnp.arange(3)
+    for call in (ejkernel.modules.flash_attention, FlashAttention()):
+        with pytest.raises(ValueError, match="since cum_seqlens are given"):
+            call(Q, Q, Q, cum_seqlens_q=cuts, cum_seqlens_k=cuts)
+    with pytest.raises(ValueError, match="since cu_seqlens are given"):
+        ejkernel.lax.flash_attention(Q, Q, Q, cu_seqlens_q=cuts, cu_seqlens_k=cuts)
+
+
+def test_of_the_reasons_of_implementations(monkeypatch):
+    monkeypatch.setattr(_primitive_kernel, "local_target", lambda: Target("cuda", "NVIDIA H200"))
+    q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    for call in (ejkernel.modules.flash_attention, FlashAttention()):
+        with pytest.raises(UnsupportedError, match="pallas/gpu    logits_soft_cap is 1e"):
+            jax.eval_shape(partial(call, platform="pallas", logits_soft_cap=1e9), q, q, q)
 
 
 def test_of_a_gate():
