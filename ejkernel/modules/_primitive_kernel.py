@@ -22,7 +22,7 @@ from ..ops.core.kernel import KERNELS
 from ..ops.utils.devices import local_target
 from ..ops.utils.operands import random_like
 from ..primitives._factory import KernelPrimitive
-from ..types import Backend, OperationConfig, Platform, ShortRepr, Target, checked_config
+from ..types import Backend, BwdParams, FwdParams, OperationConfig, Platform, ShortRepr, Target, checked_config
 from ..xla_utils.symbolic import with_known_sizes
 
 
@@ -82,13 +82,15 @@ class PrimitiveKernel(Kernel):
         if len(cfg) != 2 or self.primitive is not self.algorithm.forward or not self.algorithm.differentiable:
             raise value_error(self.name, f"config is a tuple of {len(cfg)}; a pair is for what has a gradient")
         forward, backward = cfg
+        forward = self._checked(forward, operands)
         backward = KERNELS[self.algorithm.backward.name].checked_config(backward)
         if backward.platform != "auto":
             raise value_error(self.name, "the config of the backward names a platform; it has that of its forward")
-        return self._checked(forward, operands), backward
+        return forward, backward
 
     def _checked(self, cfg: Any, operands: Any) -> OperationConfig:
-        cfg = checked_config(self.name, cfg, self.config_class)
+        is_backward = self.algorithm.differentiable and self.primitive is self.algorithm.backward
+        cfg = checked_config(self.name, cfg, self.config_class, BwdParams if is_backward else FwdParams)
         entries = [
             entry
             for entry in kernel_registry.list_implementations(self.name)

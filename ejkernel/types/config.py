@@ -81,13 +81,23 @@ class BwdParams:
     num_stages: int = 2
 
 
-def checked_config(operation: str, config: Any, of: type[OperationConfig] = KernelConfig) -> OperationConfig:
+def checked_config(
+    operation: str,
+    config: Any,
+    of: type[OperationConfig] = KernelConfig,
+    short: type[FwdParams | BwdParams] = FwdParams,
+) -> OperationConfig:
     """The config, checked to be of the class `of`, with its fields as plain Python values.
+
+    Of a `KernelConfig` there is a short form for a forward, and one for a backward; `short` is the one that is taken.
 
     Raises:
         TypeError, ValueError: a field has an invalid value; the message names the operation, the field and the rule.
     """
     if of is KernelConfig and isinstance(config, FwdParams | BwdParams):
+        if not isinstance(config, short):
+            where = "the backward of a pair (forward, backward)" if short is FwdParams else "the forward"
+            raise type_error(operation, f"config is {a_type(config)}, which configures {where} alone")
         config = KernelConfig(config.q_blocksize, config.kv_blocksize, 64, config.num_warps, config.num_stages)
     if not isinstance(config, of):
         raise type_error(operation, f"config is {a_type(config)}; it must be a {of.__name__}")

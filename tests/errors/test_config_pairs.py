@@ -60,6 +60,28 @@ def test_a_wrong_pair_is_refused(pair, says):
             call()
 
 
+WRONG_SHORT_FORMS = {
+    "a backward alone": (BwdParams(64, 64), "config is a BwdParams, which configures the backward of a pair"),
+    "a backward for the forward": (
+        (BwdParams(), XLA),
+        "config is a BwdParams, which configures the backward of a pair",
+    ),
+    "a forward for the backward": ((XLA, FwdParams()), "config is a FwdParams, which configures the forward alone"),
+    "the other way around": ((BwdParams(), FwdParams()), "config is a BwdParams, which configures the backward of a"),
+}
+
+
+@pytest.mark.parametrize("config, says", WRONG_SHORT_FORMS.values(), ids=WRONG_SHORT_FORMS)
+def test_a_short_form_stands_where_it_belongs(config, says):
+    for call in (
+        lambda: ejkernel.lax.flash_attention(Q, Q, Q, config=config),
+        lambda: ejkernel.modules.flash_attention(Q, Q, Q, cfg=config),
+        lambda: FlashAttention()(Q, Q, Q, cfg=config),
+    ):
+        with pytest.raises(TypeError, match=f"^flash_attention(_bwd)?: {says}"):
+            call()
+
+
 def test_operations_without_gradient_accept_no_config_pair():
     arrays = OPERATIONS["ragged_page_attention_v3"].example()
     config = dict(platform="xla")

@@ -190,11 +190,14 @@ def config_of(
     if isinstance(config, tuple):
         if len(config) != 2:
             raise value_error(operation, f"config is a tuple of {len(config)}; a pair is (forward, backward)")
-        return tuple(_one_config(operation, one, of) for one in config)
+        forward, backward = config
+        return _one_config(operation, forward, of), _one_config(operation, backward, of, BwdParams)
     return _one_config(operation, config, of)
 
 
-def _one_config(operation: str, config: Any, of: type[OperationConfig]) -> OperationConfig:
+def _one_config(
+    operation: str, config: Any, of: type[OperationConfig], short: type[FwdParams | BwdParams] = FwdParams
+) -> OperationConfig:
     """A config from a config, from a mapping of its fields, or from a short form of `KernelConfig`."""
     known = {field.name for field in fields(of)}
     if isinstance(config, Mapping):
@@ -203,7 +206,7 @@ def _one_config(operation: str, config: Any, of: type[OperationConfig]) -> Opera
         config = of(**config)
     elif not isinstance(config, OperationConfig | FwdParams | BwdParams):
         raise type_error(operation, f"config is {a_type(config)}; it must be a {of.__name__} or a mapping")
-    return checked_config(operation, config, of)
+    return checked_config(operation, config, of, short)
 
 
 def block_pair(operation: str, block_size: Any) -> tuple[int, int]:
