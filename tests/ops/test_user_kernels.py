@@ -201,6 +201,20 @@ def test_reverse_over_reverse(axes, outer, a, b):
 # --- Errors
 
 
+def test_a_platform_is_refused_unless_it_is_an_option():
+    """What a program is lowered for decides which method runs."""
+    says = r"product: platform is given, which run does not take; .* run_triton, run_cuda, run_cute on cuda; "
+    for call in (lambda: executor(Product(), A, B, platform="cuda"), lambda: Product()(A, B, platform="cuda")):
+        with pytest.raises(TypeError, match=says):
+            call()
+
+    class Placed(Product):
+        def run(self, a, *, cfg, platform="none"):
+            return a + len(platform)
+
+    same(executor(Placed(), A, platform="cuda"), A + 4)
+
+
 def test_an_option_has_to_be_hashable():
     with pytest.raises(TypeError, match=r"product: .* have to be hashable"):
         executor(Product(), A, B, scale={1, 2})

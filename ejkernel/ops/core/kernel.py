@@ -12,6 +12,7 @@ from ..utils.devices import device_fingerprint, local_target
 from ..utils.fingerprints import key_of, source_fingerprint, structure_fingerprint
 from ..utils.operands import abstract, is_array, random_like
 from .types import Cfg, Out
+from .user_call import refuse_platform
 from .user_primitive import bind
 
 
@@ -173,6 +174,8 @@ class Kernel(Generic[Cfg, Out]):
 
     def called_by(self, executor: Any, args: tuple, kwargs: dict[str, Any], cfg: Cfg | None = None) -> Out:
         """A call by an `Executor`, with the config `cfg`, or with the one that the executor chooses if it is None."""
+        if "platform" in kwargs:
+            refuse_platform(self)
         return executor.call(lambda: self.prepare(args, kwargs), cfg)
 
     def canonical(self, inv: Invocation[Cfg, Out]) -> Invocation[Cfg, Out]:

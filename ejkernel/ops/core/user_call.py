@@ -9,6 +9,7 @@ types of the derivatives' results are computed by separate functions, so that a 
 (the jvp of a kernel with its own `custom_vjp`) is traced only when it is requested.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.errors import type_error
 from ejkernel.primitives._factory import COTANGENT, TANGENT
 from ejkernel.primitives._traced import Level
 from ejkernel.types import Target
@@ -84,6 +86,19 @@ def implementation(kernel: Any, jax_platform: str | None) -> tuple[str, Callable
         if (method := getattr(kernel, f"run_{name}")) is not None:
             return name, method
     return "run", kernel.run
+
+
+def refuse_platform(kernel: Any) -> None:
+    """Raises, for a call with `platform=`, unless the kernel's method has an option of this name."""
+    name, method = implementation(kernel, None)
+    options = inspect.signature(method).parameters
+    if "platform" not in options and not any(option.kind is option.VAR_KEYWORD for option in options.values()):
+        of = "; ".join(f"{', '.join(f'run_{x}' for x in written)} on {on}" for on, written in _WRITTEN_FOR.items())
+        raise type_error(
+            kernel.name,
+            f"platform is given, which {name} does not take; what the program is lowered for decides on the method "
+            f"that runs: the first there is of {of}, else run_xla, else run",
+        )
 
 
 # --- The functions
