@@ -11,7 +11,8 @@ from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Execu
 from ejkernel.ops.utils.devices import device_target
 from ejkernel.types import KernelConfig
 
-from ._operation import OPERATIONS, types_of_call
+from ._operation import types_of_call
+from ._primitive_kernel import KERNELS, PrimitiveKernel
 
 __all__ = ["KernelConfig", "create_default_executor", "detect_platform"]
 
@@ -24,14 +25,16 @@ _PREFERENCE = {
 def detect_platform(algorithm: str, platform: Platform | str | None = "auto", maybe_pallas: bool = False) -> Platform:
     """The platform on which `algorithm` runs on the default backend.
 
-    This is the first platform that is registered for the backend and usable here (Triton must be importable, for
-    example): on a GPU of Triton and XLA, on a TPU of Pallas and XLA, elsewhere XLA. A requested platform is returned
-    if the algorithm is registered for it with any backend.
+    For the primitives of an operation this is the platform of the implementation that a small call runs with, as
+    `ejkernel.explain` names it; but on a GPU it is Triton if that can run the call, too, whatever comes before it. For
+    another algorithm it is the first platform that is registered for the backend: on a GPU of Triton and XLA, on a TPU
+    of Pallas and XLA, elsewhere XLA. A requested platform is returned if the algorithm is registered for it with any
+    backend.
 
     Args:
         algorithm: a name in the registry.
         platform: a platform, or "auto" or None to detect it.
-        maybe_pallas: on a GPU, consider Pallas after Triton and before XLA.
+        maybe_pallas: on a GPU, consider Pallas for another algorithm, after Triton and before XLA.
 
     Raises:
         ValueError: the algorithm is not registered, or not for the requested platform, or for none that runs here.
@@ -39,6 +42,9 @@ def detect_platform(algorithm: str, platform: Platform | str | None = "auto", ma
     if platform not in (None, "auto"):
         kernel_registry.find(algorithm, platform)
         return Platform(platform)
+    if (kernel := KERNELS.get(algorithm.lower())) is not None:
+        running = _running(kernel)
+        return Platform.TRITON if Platform.TRITON in running else running[0]
     backend = jax.default_backend()
     preference = _PREFERENCE.get(backend, (Platform.XLA,))
     if backend == "gpu" and maybe_pallas:
@@ -49,20 +55,17 @@ def detect_platform(algorithm: str, platform: Platform | str | None = "auto", ma
         if spec.backend in (Backend.ANY, backend)
     }
     for preferred in preference:
-        if preferred in registered and _can_be_used(algorithm, preferred):
+        if preferred in registered:
             return preferred
     raise ValueError(f"{algorithm}: registered on {sorted(registered) or 'nothing'} for {backend}, not on {preference}")
 
 
-def _can_be_used(algorithm: str, platform: Platform) -> bool:
-    """Whether the platform supports the operation's example here; True for algorithms that are not operations."""
-    operation = OPERATIONS.get(algorithm.lower())
-    if operation is None:
-        return True
+def _running(kernel: PrimitiveKernel) -> list[Platform]:
+    """The platforms of the implementations that run the operation's example here, by descending priority."""
+    operation = kernel.operation
     named, spec = types_of_call(operation.algorithm.name, **operation.example())
-    operands = operation.algorithm.forward.operands(named)
-    found = candidates(operation.algorithm.name, spec, operands, device_target(), platform)
-    return any(reason is None for _, reason in found)
+    found = candidates(kernel.name, spec, kernel.primitive.operands(named), device_target())
+    return [entry.platform for entry, reason in found if reason is None]
 
 
 def create_default_executor(
