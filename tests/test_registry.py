@@ -167,6 +167,31 @@ def test_an_operation_is_given_under_its_documented_arguments(asked):
     assert attention.__doc__ == ejkernel.modules.flash_attention.__doc__
 
 
+@pytest.mark.parametrize("asked", [{"backend": "tpu"}, {"platform": "xla", "backend": "gpu"}], ids=str)
+def test_an_operation_of_another_backend_does_not_run_here(asked):
+    x = jax.numpy.ones((1, 8, 2, 4))
+    attention = kernel_registry.get("flash_attention", **asked)
+    says = f"flash_attention: asked for on backend {asked['backend']}, and this process computes on cpu"
+    with pytest.raises(ValueError, match=says):
+        attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    "operation, call",
+    [
+        ("merge_attention", "ejkernel.lax.merge_attention"),
+        ("Ring_Attention", "ejkernel.modules.ring_attention"),
+        ("unified_attention", "ejkernel.modules.unified_attention"),
+    ],
+)
+def test_a_composed_operation_has_no_implementation(operation, call):
+    says = f"{operation} is composed of other operations and has no implementation of its own; call {call}$"
+    for ask in (kernel_registry.get, kernel_registry.find, ejkernel.modules.detect_platform):
+        for platform in ("xla", "auto"):
+            with pytest.raises(ValueError, match=says):
+                ask(operation, platform)
+
+
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
 def test_every_operation_is_given_on_every_platform(operation):
     """For platforms without a device here, the returned function can still be traced."""

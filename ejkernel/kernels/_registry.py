@@ -12,8 +12,6 @@ priority is taken, and among equals the one that was registered first.
 """
 
 import functools
-import inspect
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +19,9 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from ejkernel.errors import EjkernelRuntimeError
-from ejkernel.types import Backend, KernelConfig, OperationConfig, Platform, checked_config
+from ejkernel.types import Backend, Platform
 
+from ._checked import checked, config_refusal
 from ._signatures import mismatches, parameters
 
 __all__ = [
@@ -126,15 +124,18 @@ class KernelRegistry:
         platform, backend, name = Platform(platform), Backend(backend), algorithm.lower()
 
         def register(implementation: F) -> F:
-            checked = _checked(implementation, name, platform)
-            specs = [*self._registry.get(name, ()), KernelSpec(platform, backend, name, checked, priority)]
+            found = checked(implementation, name, platform)
+            specs = [*self._registry.get(name, ()), KernelSpec(platform, backend, name, found, priority)]
             self._registry[name] = sorted(specs, key=lambda spec: -spec.priority)
-            return checked
+            return found
 
         return register
 
     def register_operation(self, algorithm: str, operation: Callable[..., Any]) -> None:
-        """Makes `get` give `operation`, called with `platform=` and the documented arguments, for an algorithm."""
+        """Makes `get` give `operation`, called with `platform=` and the documented arguments, for an algorithm.
+
+        For one without implementations, a composed operation, `get` names it in its error.
+        """
         self._operations[algorithm.lower()] = operation
 
     def get(
@@ -146,7 +147,8 @@ class KernelRegistry:
         """What computes an algorithm: a function of the arguments that are documented for it.
 
         For an operation of the library that is the one in `ejkernel.modules`, on the platform if one is asked for; for
-        any other algorithm the implementation that `find` gives, as it was registered.
+        any other algorithm the implementation that `find` gives, as it was registered. An operation that is asked for
+        on another backend than that of this process refuses a call that would run here; what only runs there is traced.
 
         Raises:
             ValueError: nothing matches, or there is no such platform or backend.
@@ -155,7 +157,11 @@ class KernelRegistry:
         if (operation := self._operations.get(found.algorithm)) is None:
             return found.implementation
         asked = None if platform in (None, "auto") else found.platform
-        return functools.update_wrapper(functools.partial(operation, platform=asked), operation)
+        given = functools.partial(operation, platform=asked)
+        if backend not in (None, Backend.ANY):
+            taking = [s.backend for s in self.list_implementations(algorithm) if asked in (None, s.platform)]
+            given = functools.partial(_on_backend, Backend(backend), taking, given)
+        return functools.update_wrapper(given, operation)
 
     def find(
         self,
@@ -183,6 +189,11 @@ class KernelRegistry:
                 return spec
         if backend == Backend.ANY:
             return self.find(algorithm, platform, jax.default_backend())
+        if not specs and (operation := self._operations.get(algorithm.lower())) is not None:
+            raise ValueError(
+                f"{algorithm} is composed of other operations and has no implementation of its own; call "
+                f"{operation.__module__}.{operation.__name__}"
+            )
         registered = ", ".join(f"{spec.platform}/{spec.backend}" for spec in specs) or "nothing"
         raise ValueError(
             f"{algorithm}: no implementation for platform {platform} and backend {backend}; registered: {registered}"
@@ -226,66 +237,16 @@ kernel_registry = KernelRegistry()
 """The registry that every implementation of the library is in."""
 
 
-# --- The checks around an implementation
-
-
-def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
-    parameters = inspect.signature(implementation).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    accepted = frozenset(p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-
-    @functools.wraps(implementation)
-    def checked(*args, **kwargs):
-        if not takes_all and not kwargs.keys() <= accepted:
-            unknown = ", ".join(sorted(kwargs.keys() - accepted))
-            raise TypeError(
-                f"{algorithm} ({platform}): unsupported argument {unknown}; accepted are {', '.join(sorted(accepted))}"
-            )
-        if isinstance(config := kwargs.get("config"), OperationConfig):
-            kwargs["config"] = checked_config(f"{algorithm} ({platform})", config, type(config))
-            if wrong := config_refusal(implementation, config):
-                raise ValueError(f"{algorithm} ({platform}): {wrong}")
-        try:
-            return implementation(*args, **kwargs)
-        except Exception as error:
-            if not _failed_below(error):
-                raise
-            raise EjkernelRuntimeError(f"{algorithm} ({platform}): {type(error).__name__}: {error}") from error
-
-    if not hasattr(checked, "supports"):
-        checked.supports = _supports_everything
-    if not hasattr(checked, "custom_calls"):
-        checked.custom_calls = ()
-    if not hasattr(checked, "heuristic"):
-        default = getattr(parameters.get("config"), "default", None)
-        default = default if isinstance(default, OperationConfig) else KernelConfig()
-        checked.heuristic, checked.space = (lambda *_: default), (lambda *_: [default])
-    return checked
-
-
-def config_refusal(implementation: Callable, config: OperationConfig, operands: Any = None) -> str | None:
-    """Why an implementation cannot be run with a config whose fields make sense (on the operands), or None."""
-    algorithm = getattr(config, "algorithm", None)
-    variants = (None, *implementation.variants) if hasattr(implementation, "variants") else (algorithm,)
-    if algorithm not in variants:
-        known = ", ".join(map(repr, variants))
-        return f"config.algorithm is {algorithm!r}; it must be one of {known}"
-    wrong = implementation.refuses(config) if hasattr(implementation, "refuses") else None
-    if wrong is None and operands is not None and hasattr(implementation, "excess"):
-        return implementation.excess(operands, config)
-    return wrong
-
-
-def _supports_everything(spec, operands, target) -> None:
-    return None
-
-
-def _failed_below(error: Exception) -> bool:
-    """Is this a failure of XLA, Triton or MLIR? The latter two are looked up where loaded, never imported for this."""
-    below = [jax.errors.JaxRuntimeError]
-    for module, name in (("triton.errors", "TritonError"), ("jaxlib.mlir._mlir_libs._mlir.ir", "MLIRError")):
-        below.append(getattr(sys.modules.get(module), name, jax.errors.JaxRuntimeError))
-    return isinstance(error, tuple(below))
+def _on_backend(
+    backend: Backend, taking: list[Backend], operation: functools.partial, *args: Any, **kwargs: Any
+) -> Any:
+    """The result of an operation that was asked for on a backend, if its implementations run on those of `taking`."""
+    if (here := jax.default_backend()) != backend and not {here, Backend.ANY}.isdisjoint(taking):
+        raise ValueError(
+            f"{operation.func.__name__}: asked for on backend {backend}, and this process computes on {here}; for a "
+            "program that is lowered for another device, ask without a backend"
+        )
+    return operation(*args, **kwargs)
 
 
 def _differences(reference: KernelSpec, other: KernelSpec) -> list[str]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from ..kernels._registry import kernel_registry
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 COMPOSED: dict[str, Callable[..., Any]] = {}
@@ -20,6 +22,7 @@ def composed(function: F) -> F:
     """Registers a function as an operation of its name; it is the same in `ejkernel.lax` and `ejkernel.modules`."""
     COMPOSED[function.__name__] = function
     function.__module__ = "ejkernel.lax"
+    kernel_registry.register_operation(function.__name__, function)
     return function
 
 

@@ -61,6 +61,7 @@ def release_function(name: str, made_of: Any, result: Any = Array) -> Callable[.
     call.__module__, call.__signature__ = "ejkernel.modules", signature_of(form, result)
     call.__annotations__ = annotations_of(call.__signature__)
     call.__doc__ = f"{translation.__doc__.strip()}\n\n    {_said(form)}"
+    kernel_registry.register_operation(name, call)
     return call
 
 

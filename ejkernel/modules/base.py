@@ -39,9 +39,10 @@ def detect_platform(algorithm: str, platform: Platform | str | None = "auto", ma
     Raises:
         ValueError: the algorithm is not registered, or not for the requested platform, or for none that runs here.
     """
-    if platform not in (None, "auto"):
-        kernel_registry.find(algorithm, platform)
-        return Platform(platform)
+    asked = None if platform == "auto" else platform
+    found = kernel_registry.find(algorithm, asked)
+    if asked is not None:
+        return found.platform
     if (kernel := KERNELS.get(algorithm.lower())) is not None:
         running = _running(kernel)
         return Platform.TRITON if Platform.TRITON in running else running[0]
