@@ -1,13 +1,16 @@
 """The source, date and commit that an entry of PersistentCache was measured with, and which entries are used."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
 
 import pytest
 from shown import HEURISTIC, OTHER, TUNED, Config, Shown, executor, key_of, ones, ran
 
 from ejkernel.ops import PersistentCache, Tuner
-from ejkernel.ops.utils.provenance import commit_of
+from ejkernel.ops.utils.provenance import code_of, commit_of, version_of
 from tests.ops.persisted import DEVICE, file_in
 
 
@@ -81,3 +84,47 @@ def test_the_commit_of_a_checkout(tmp_path, files):
         (tmp_path / ".git" / name).write_text(text)
     assert commit_of(tmp_path) == "c0ffee"
     assert commit_of(tmp_path / "elsewhere") is None
+    assert code_of(tmp_path) == "c0ffee or with changes", "git knows no such checkout"
+
+
+def edit(checkout):
+    (checkout / "ejkernel/kernel.py").write_text("block = 2")
+
+
+def add(checkout):
+    (checkout / "lowering").mkdir()
+    (checkout / "lowering/rule.py").write_text("")
+
+
+def note(checkout):
+    (checkout / "notes.txt").write_text("not of the library")
+
+
+@pytest.mark.parametrize(
+    "change, mark",
+    [(lambda checkout: None, ""), (edit, " with changes"), (add, " with changes"), (note, "")],
+    ids=["as committed", "edited", "added", "elsewhere"],
+)
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_commit_with_changes_is_not_that_commit(tmp_path, change, mark):
+    own = {name: x for name, x in os.environ.items() if not name.startswith("GIT_")} | {"GIT_CONFIG_GLOBAL": os.devnull}
+    author = ("-c", "user.name=A", "-c", "user.email=a@b")
+    git = lambda *command: subprocess.run(
+        ["git", *author, *command], cwd=tmp_path, env=own, check=True, capture_output=True
+    )
+    (tmp_path / "ejkernel").mkdir()
+    (tmp_path / "ejkernel/kernel.py").write_text("block = 1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    change(tmp_path)
+    assert code_of(tmp_path) == commit_of(tmp_path) + mark
+
+
+def test_the_version_of_a_checkout(tmp_path):
+    """It need not be installed, and what is installed may be another one."""
+    installed = version_of(tmp_path)
+    for name, version in (("ejkernel", "7.0"), ("another", installed)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pyproject.toml").write_text(f'[project]\nname = "{name}"\nversion = "7.0"\n')
+        assert version_of(tmp_path / name) == version
