@@ -119,7 +119,10 @@ def needed(case, split, transform):
         return Counter()
     specs = case.specs(split)
     shared = [name for name in case.differentiable if mesh_axes([specs[name]]) != mesh_axes(specs.values())]
-    return +Counter({"all-reduce": sum(case.operands[name].sums for name in shared)})
+    # An array that the devices of a ring share is summed over the batch first, and by `shard_map` over the ring.
+    split_by_ring = set(case.over.split) if case.over else set()
+    over_ring = [name for name in shared if case.over and split_by_ring.isdisjoint(case.operands[name].axes.split())]
+    return +Counter({"all-reduce": sum(case.operands[name].sums for name in shared) + len(over_ring)})
 
 
 def check(case, transform, split, mesh, context=contextlib.nullcontext(), call=None):

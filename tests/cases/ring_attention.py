@@ -133,7 +133,7 @@ CASES = (
         "ring",
         "contiguous",
         dict(b=2),
-        dict(bias="h s c", mask=Operand("b 1 s c", chance(0.7))),
+        dict(bias=Operand("h s c", sums=2), mask=Operand("b 1 s c", chance(0.7))),  # of the columns of each hop
     ),
     case(
         "ring_cross_traced_scale", "ring", "zigzag", dict(b=2, t=12), dict(softmax_scale=Operand("", scalar)), window=9
@@ -143,7 +143,7 @@ CASES = (
         "all_gather",
         "zigzag",
         dict(b=2, n=2),
-        dict(sinks="h n"),
+        dict(sinks=Operand("h n", sums=2)),  # of either half of the queries
         window=(4, 2),
         softcap=2.0,
         tiny=dict(TINY, n=2),

@@ -1,7 +1,7 @@
 """What a hop of a ring consists of: the keys that are sent, the part that a device computes, and the call for it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from ...xla_utils.device_switch import device_switch
+from .._operation import Prepared
 from ._ring_layout import Band, Part, hops
 from .flash_attention import FlashAttention
 
@@ -99,7 +100,29 @@ def of_part(part: Part, here: Arrays) -> Arrays:
 
 def flash(call: Ring, given: Arrays, band: Band) -> tuple[Array, Array]:
     """o and lse of one call of flash_attention with the ring's options."""
-    return FlashAttention.call(**{**call.options, **given}, **sight(band), return_lse=True)
+    return FlashAttention.run_prepared(_prepared(call, given, band), call.options["config"])
+
+
+def flash_tangent(
+    call: Ring, given: Arrays, band: Band, outputs: tuple[Array, Array], moving: Arrays
+) -> tuple[Array, Array]:
+    """The terms of the keys of one call in the tangents of o and lse, which are `outputs`, of all keys."""
+    prepared = _prepared(call, given, band)
+    prepared = replace(prepared, spec=replace(prepared.spec, split=True))
+    tangents = {name: x.reshape(prepared.named[name].shape) for name, x in moving.items()}
+    named = dict(zip(("o", "lse"), outputs, strict=True))
+    found = FlashAttention.tangent(prepared, named, tangents, call.options["config"])
+    return found["o"], found["lse"]
+
+
+def _prepared(call: Ring, given: Arrays, band: Band) -> Prepared:
+    """The operands of one call; a scale of each batch element, which no argument of flash_attention is, among them."""
+    options = {name: x for name, x in call.options.items() if name != "config"} | given | sight(band)
+    if "softmax_scale" not in given:
+        return FlashAttention.prepare_arguments(**options, return_lse=True)
+    scale = given["softmax_scale"]
+    prepared = FlashAttention.prepare_arguments(**options | {"softmax_scale": scale[0, 0]}, return_lse=True)
+    return replace(prepared, named={**prepared.named, "softmax_scale": scale})
 
 
 def sight(band: Band) -> Arrays:
