@@ -9,12 +9,13 @@ import inspect
 import subprocess
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jax import Array
+from jax.lax import Precision
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import AbstractArray
@@ -39,6 +40,8 @@ ALIASES = {"DTypeLike": DTypeLike} | {
 # Other types by the module and the name that the stub imports them under.
 PLACES: dict[Any, tuple[str, str]] = {
     Any: ("typing", "Any"),
+    Callable: ("collections.abc", "Callable"),
+    Precision: ("jax.lax", "Precision"),
     Array: ("jax", "Array"),
     AbstractMesh: ("jax.sharding", "AbstractMesh"),
     Mapping: ("collections.abc", "Mapping"),
@@ -66,6 +69,8 @@ class Writer:
         """The source of an annotation."""
         if of is None or of is type(None):
             return "None"
+        if isinstance(of, list):  # the arguments of a Callable
+            return f"[{', '.join(map(self.type, of))}]"
         if of in PLAIN:
             return of.__name__
         if of in PLACES:
@@ -137,7 +142,7 @@ def functions_of_modules(write: Writer, name: str) -> str:
         says = f"`ejkernel.lax.{name}`, with a choice of platform and mesh."
         written.append(write.function(name, *present, says, overload=form is not None))
     if form is not None:
-        signature = inspect.signature(getattr(modules, name)) if present is None else signature_of(form, Any)
+        signature = inspect.signature(getattr(modules, name)) if present is None else signature_of(name)
         parameters, says = signature.parameters.values(), "In the form of ejkernel 0.0.78."
         result = signature.return_annotation
         written.append(write.function(name, parameters, result, says, overload=present is not None))

@@ -9,7 +9,8 @@ import functools
 import importlib
 import inspect
 from pathlib import Path
-from typing import get_origin
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,46 @@ def test_every_parameter_and_result_has_a_type():
         types |= {} if name.endswith(".__init__") else {"return": signature.return_annotation}
         bare[name] = [p for p, type_ in types.items() if type_ is signature.empty and p not in ("self", "cls")]
     assert len(bare) > 50 and {name: names for name, names in bare.items() if names} == {}
+
+
+def parts_of(type_) -> tuple:
+    """The members of a union, or the type itself."""
+    return get_args(type_) if isinstance(type_, UnionType) or get_origin(type_) is Union else (type_,)
+
+
+# Options that may be any value, each with the reason.
+ANY = {
+    "callib.ejit": {"options": "those of jax.jit, which JAX declares to be of any type"},
+    "ops.autotune": {"args": "those of the function that is tuned", "kwargs": "those of the function that is tuned"},
+    "ops.vmap_with_config": dict.fromkeys(("in_axes", "out_axes"), "any tree, as in jax.vmap"),
+    "ops.pmap_with_config": dict.fromkeys(("in_axes", "out_axes"), "any tree, as in jax.pmap"),
+    "ops.stable_json": {"value": "whatever a config or key holds"},
+    "ops.to_json": {"value": "whatever a config or key holds"},
+    "ops.sharding_fingerprint": {"x": "an array, a type or a value of a call, of which only the first two have one"},
+    "ops.labelled": {"config": "that of any operation, or None"},
+    "ops.record_invocation": {"call": "an Invocation of any operation", "named": "operands of any operation"},
+    "ops.default_key_builder_with_sharding": {"kernel": "of any operation"},
+    "kernels._registry.config_refusal": {"operands": "those of any operation"},
+}
+
+
+def declared():
+    """(function, parameter, type) of the public functions."""
+    for module in (lax, modules, ops, callib, serving, quantization, _registry):
+        of = module.__name__.removeprefix("ejkernel.")
+        functions = {n: x for n in module.__all__ if inspect.isfunction(x := getattr(module, n))}
+        for name, function in functions.items():
+            parameters = inspect.signature(function).parameters.values()
+            yield from ((f"{of}.{name}", p.name, p.annotation) for p in parameters)
+
+
+def test_no_array_is_declared_without_dtype_and_axes():
+    assert [(function, name) for function, name, type_ in declared() if jax.Array in parts_of(type_)] == []
+
+
+def test_options_of_any_type_are_those_that_have_a_reason():
+    found = {(function, name) for function, name, type_ in declared() if Any in parts_of(type_)}
+    assert found == {(function, name) for function, names in ANY.items() for name in names}
 
 
 # --- Calls ------------------------------------------------------------------------------------------------------------

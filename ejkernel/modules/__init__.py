@@ -89,11 +89,9 @@ state_space_v1 = _either(_function(StateSpaceV1))
 state_space_v2 = _either(_function(StateSpaceV2))
 
 # Operations that exist only in the form of ejkernel 0.0.78.
-attention = _release("attention", flash_attention, tuple)
-multi_latent_ragged_page_attention = _release("multi_latent_ragged_page_attention", multi_latent_page_attention, tuple)
-multi_latent_ragged_page_attention_v2 = _release(
-    "multi_latent_ragged_page_attention_v2", multi_latent_page_attention, tuple
-)
+attention = _release("attention", flash_attention)
+multi_latent_ragged_page_attention = _release("multi_latent_ragged_page_attention", multi_latent_page_attention)
+multi_latent_ragged_page_attention_v2 = _release("multi_latent_ragged_page_attention_v2", multi_latent_page_attention)
 ragged_page_attention_v2 = _release("ragged_page_attention_v2", ragged_page_attention)
 scaled_dot_product_attention = _release("scaled_dot_product_attention", flash_attention)
 unified_attention = _release("unified_attention", ragged_page_attention)

@@ -10,37 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
-from jaxtyping import Array
 
 from ..errors import shown, type_error, value_error
 from ..kernels._registry import kernel_registry
-from ..types import MaskInfo, Window
 from ._argument_names import renaming
-from ._public_function import OWN_PARAMETERS
 from ._release_table import FORMS, Form
+from ._release_types import RESULTS, types_of
 from ._signatures import annotations_of
 from .operations.configs import BaseOperationConfig
 
 Present = Callable[..., Any]
 # The translation of each operation in the form of 0.0.78: (functions of the modules API, the call, specs by name).
 TRANSLATIONS: dict[str, Callable[[Any, dict[str, Any], dict[str, Any]], Any]] = {}
-
-_TYPES = {
-    "mask_info": MaskInfo | None,
-    "causal": bool,
-    "deterministic": bool,
-    "transpose_rhs": bool,
-    "sliding_window": Window | None,
-    "softmax_scale": float | None,
-    "logits_soft_cap": float | None,
-    "dropout_prob": float,
-    "dtype": DTypeLike | None,
-    "preferred_element_type": DTypeLike,
-    **OWN_PARAMETERS,
-    "cfg": BaseOperationConfig | OWN_PARAMETERS["cfg"],
-    "in_specs": OWN_PARAMETERS["in_specs"] | tuple[PartitionSpec | None, ...],
-}
 
 
 def translates(translation: Callable[[Any, dict[str, Any], dict[str, Any]], Any]) -> Callable[..., Any]:
@@ -49,7 +30,7 @@ def translates(translation: Callable[[Any, dict[str, Any], dict[str, Any]], Any]
     return translation
 
 
-def release_function(name: str, made_of: Any, result: Any = Array) -> Callable[..., Any]:
+def release_function(name: str, made_of: Any) -> Callable[..., Any]:
     """An operation that exists only in the form of 0.0.78, composed of functions of the modules API."""
     form, translation = FORMS[name], TRANSLATIONS[name]
 
@@ -58,7 +39,7 @@ def release_function(name: str, made_of: Any, result: Any = Array) -> Callable[.
         return translation(made_of, given, specs_of(name, given))
 
     call.__name__ = call.__qualname__ = name
-    call.__module__, call.__signature__ = "ejkernel.modules", signature_of(form, result)
+    call.__module__, call.__signature__ = "ejkernel.modules", signature_of(name)
     call.__annotations__ = annotations_of(call.__signature__)
     call.__doc__ = f"{translation.__doc__.strip()}\n\n    {_said(form)}"
     kernel_registry.register_operation(name, call)
@@ -103,22 +84,27 @@ def _left_out(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(default=None, annotation=parameter.annotation | None)
 
 
-def signature_of(form: Form, result: Any) -> inspect.Signature:
-    """The signature of calls in a form of 0.0.78."""
+def signature_of(name: str) -> inspect.Signature:
+    """The signature of calls of an operation in the form of 0.0.78."""
+    form, types = FORMS[name], types_of(name)
     arrays = [
         inspect.Parameter(
-            name,
+            n,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
             default=inspect.Parameter.empty if i < form.required else None,
-            annotation=Array if i < form.required else Array | None,
+            annotation=types[n] if i < form.required else types[n] | None,
         )
-        for i, name in enumerate(form.arrays)
+        for i, n in enumerate(form.arrays)
     ]
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=x, annotation=_TYPES.get(name, Any))
-        for name, x in form.keywords.items()
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=x, annotation=_or_none(types[n], x))
+        for n, x in form.keywords.items()
     ]
-    return inspect.Signature([*arrays, *options], return_annotation=result)
+    return inspect.Signature([*arrays, *options], return_annotation=RESULTS.get(name, Any))
+
+
+def _or_none(type_: Any, default: Any) -> Any:
+    return type_ | None if default is None and type_ is not None else type_
 
 
 def _said(form: Form) -> str:

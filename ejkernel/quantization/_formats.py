@@ -80,7 +80,7 @@ class Format:
         return E2M1[-1] if self.bits == 4 else LARGEST_E4M3
 
 
-def format_of(operation: str, mode: Any, bits: Any = None, group_size: Any = None) -> Format:
+def format_of(operation: str, mode: str, bits: int | None = None, group_size: int | None = None) -> Format:
     """The format that a user asks for, with the defaults of its mode; raises if there is no such format."""
     if not isinstance(mode, str) or mode not in BITS:
         raise value_error(operation, f"mode is {shown(mode)}; it must be one of {', '.join(BITS)}")

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Integer, Key, UInt32
 
 from .. import lax
 
@@ -64,7 +65,12 @@ def joined(weights: Weights) -> Weights:
     return weights | {"layers": [layer(w) for w in weights["layers"]]}
 
 
-def random_weights(decoder: Decoder, key: Array, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Weights:
+def random_weights(
+    decoder: Decoder,
+    key: Key[Array, ""] | UInt32[Array, " words"],
+    dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+) -> Weights:
     """Normal weights of variance 1 / fan-in, made on the devices that hold them."""
     shapes, structure = jax.tree_util.tree_flatten_with_path(weight_shapes(decoder), is_leaf=_is_shape)
     weights = []
@@ -125,9 +131,14 @@ def place(weights: Weights, mesh: Mesh) -> Weights:
 
 
 def hidden_states(
-    decoder: Decoder, weights: Weights, tokens: Array, positions: Array, attend: Attend, caches: list[Any]
-) -> tuple[Array, list[Any]]:
-    """The features [...,width] of tokens [...] at their positions, and the updated caches of the layers."""
+    decoder: Decoder,
+    weights: Weights,
+    tokens: Integer[Array, "*batch tokens"],
+    positions: Integer[Array, "*#batch tokens"],
+    attend: Attend,
+    caches: list[Any],
+) -> tuple[Float[Array, "*batch tokens width"], list[Any]]:
+    """The features of tokens at their positions, and the updated caches of the layers."""
     x = weights["embedding"].at[tokens].get(out_sharding=_whole())
     after = []
     for layer, window, cache in zip(weights["layers"], decoder.windows, caches, strict=True):
@@ -141,15 +152,17 @@ def hidden_states(
     return rms_norm(x, weights["norm"]), after
 
 
-def logits_of(weights: Weights, x: Array) -> Array:
-    """The logits of the next token [...,vocabulary] float32 from features [...,width]."""
+def logits_of(weights: Weights, x: Float[Array, "*tokens width"]) -> Float32[Array, "*tokens vocabulary"]:
+    """The logits of the next token, from features."""
     matrix, spec = (weights["head"], "...d,dv->...v") if "head" in weights else (weights["embedding"], "...d,vd->...v")
     logits = jnp.einsum(spec, x, matrix, preferred_element_type=jnp.float32)
     return logits if _whole() is None else jax.sharding.reshard(logits, P())
 
 
-def logits_of_text(decoder: Decoder, weights: Weights, tokens: Array) -> Array:
-    """The logits after every token of whole texts [batch,length], without a cache."""
+def logits_of_text(
+    decoder: Decoder, weights: Weights, tokens: Integer[Array, "batch length"]
+) -> Float[Array, "batch length vocabulary"]:
+    """The logits after every token of whole texts, without a cache."""
 
     def attend(q, k, v, window, cache):
         return lax.flash_attention(q, k, v, causal=True, window=window, softcap=decoder.softcap), cache

@@ -11,6 +11,8 @@ from ejkernel.modules.operations import configs
 from ejkernel.types import MaskInfo
 from tests.modules.release import CONTEXT, HEADS, RNG, STARTS, B, D, G, H, K, close, formula, mesh_of, random, step
 
+pytestmark = pytest.mark.usefixtures("release_types")
+
 N, PAGES, PAGE, MOST = 3, 12, 8, 3
 TOKENS = 6
 

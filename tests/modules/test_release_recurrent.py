@@ -12,6 +12,8 @@ import ejkernel
 from ejkernel import modules
 from ejkernel.modules.operations.configs import GatedDeltaRuleConfig
 
+pytestmark = pytest.mark.usefixtures("release_types")
+
 
 def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), jnp.float32)

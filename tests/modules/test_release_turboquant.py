@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel import lax, modules
 
+pytestmark = pytest.mark.usefixtures("release_types")
+
 H, G, D, PAGES, PAGE, N, COLUMNS, TOKENS = 4, 2, 16, 12, 8, 3, 4, 8
 HEADS, PAGES_4D, PAGES_3D = P(None, "tp", None), P(None, None, "tp", None), P(None, None, "tp")
 POOLS = ("key_indices_pages", "key_signs_pages", "key_norms_pages", "value_indices_pages", "value_norms_pages")
