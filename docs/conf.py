@@ -22,5 +22,6 @@ pygments_style = "default"
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
+napoleon_attr_annotations = False
 default_role = "literal"
 smartquotes_action = "D"  # only dashes: a prime is no quotation mark

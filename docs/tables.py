@@ -36,7 +36,11 @@ TARGETS = {
     "H100, H200": Target("cuda", "NVIDIA H200"),
     "B200": Target("cuda", "NVIDIA B200"),
     "RTX 5090": Target("cuda", "NVIDIA GeForce RTX 5090"),
-    "TPU": Target("tpu"),
+    "ROCm (MI300X)": Target("rocm", "AMD Instinct MI300X"),
+    "TPU v5e": Target("tpu", "TPU v5 lite"),
+    "TPU v5p": Target("tpu", "TPU v5"),
+    "TPU v6e": Target("tpu", "TPU v6 lite"),
+    "TPU7x": Target("tpu", "TPU7x"),
     "CPU": Target("cpu"),
 }
 NAMES = {"triton/gpu": "Triton", "pallas/gpu": "Mosaic GPU", "pallas/tpu": "Pallas TPU", "xla/any": "XLA"}
@@ -65,8 +69,9 @@ call, and for one with one feature more. "Mosaic GPU → Triton" is Mosaic GPU f
 the decomposition in plain JAX, which runs on every platform, for every type. Below a table are the reasons for which an
 implementation leaves a call to the next one. `ejkernel.explain` tells of any call on any target.
 
-AMD GPUs run the Triton kernels where such a GPU is in the machine. Kernels have been timed on H200 alone; for other
-GPUs and for TPUs they are compiled by the tests.
+Generations of TPU (v5e, v5p, v6e, 7x) are one column where what runs for every row of a table is the same. For AMD GPUs
+jax-triton compiles only on a machine that has one. Kernels have been timed on H200 alone; for other GPUs and for TPUs
+they are compiled by the tests.
 """
 
 
@@ -96,10 +101,10 @@ def _primitive(operation: str) -> Iterator[str]:
     types = ", ".join(f"{name} {short_type(_type(x, plain, 'bfloat16'))}" for name, x in plain.operands.items())
     yield f"Plain: `{types}`.\n"
     rows = list(_rows(operation))
-    alike = defaultdict(list)
+    columns, alike = _columns(rows), defaultdict(list)
     for row in rows:
-        alike[tuple(row.runs.values())].append(row.feature)
-    lines = [f"| with | {' | '.join(TARGETS)} |", "|---" * (len(TARGETS) + 1) + "|"]
+        alike[tuple(row.runs[of] for of, *_ in columns.values())].append(row.feature)
+    lines = [f"| with | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {'; '.join(features)} | {' | '.join(cells)} |" for cells, features in alike.items()]
     yield "\n".join(lines) + "\n"
     found = defaultdict(list)
@@ -113,6 +118,16 @@ def _primitive(operation: str) -> Iterator[str]:
     lines += [f"* {name}: runs where a call asks for it by `config=` or `platform=`" for name in _by_name(operation)]
     if lines:
         yield "\n".join(lines) + "\n"
+
+
+def _columns(rows: list[Row]) -> dict[str, list[str]]:
+    """The targets of each column by its title: generations of TPU for which the same runs in all rows are one."""
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, target in TARGETS.items():
+        runs = tuple(row.runs[name] for row in rows)
+        found[("tpu", *runs) if target.platform == "tpu" else (name,)].append(name)
+    count = sum(target.platform == "tpu" for target in TARGETS.values())
+    return {"TPU" if len(names) == count else ", ".join(names): names for names in found.values()}
 
 
 def _by_name(operation: str) -> list[str]:
@@ -154,10 +169,15 @@ def _row(operation: str, feature: str, case, dtype: str) -> Row:
                 if reason is None:
                     chosen.append(implementation)
                     break
-                if entry.backend == target.backend and "compute capability" not in reason:
+                if entry.backend == target.backend and not _of_hardware(reason):
                     reasons[implementation, reason] += [part] * (part not in reasons[implementation, reason])
         runs[name] = " → ".join(dict.fromkeys(chosen)) or "nothing"
     return Row(feature, runs, reasons)
+
+
+def _of_hardware(reason: str) -> bool:
+    """Whether a reason is of the device alone, as the columns say."""
+    return "compute capability" in reason or "not on rocm" in reason
 
 
 def _type(operand, case, dtype: str) -> jax.ShapeDtypeStruct:

@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Float32, Integer, Key, UInt32
 
 from .. import lax
 
-HEADS = "heads"  # the axis of the mesh
+HEADS = "heads"
+"""The axis of a mesh over which weights and caches are sharded."""
 Weights = dict[str, Any]
 Attend = Callable[[Array, Array, Array, int | None, Any], tuple[Array, Any]]
 """(q, k, v, window, cache of the layer) → o, and the cache with k and v in it."""

@@ -21,7 +21,7 @@ class MaskSharding(NamedTuple):
 
 
 def is_multi_sequence(self) -> Any:
-    """Whether any id is greater than 0, so that a batch element has several segments: a bool array []."""
+    """A bool array [], whether any id is greater than 0, so that a batch element has several segments."""
     return jnp.any(self.get_or_compute_segment_ids()[0] > 0)
 
 

@@ -97,7 +97,7 @@ class MaskInfo(Constructors):
 
     @property
     def visibility(self) -> Visibility:
-        """The visibility for kernels: the mask alone if there is one, otherwise the ids, and the band."""
+        """What kernels mask by, which is the mask alone if there is one, otherwise the ids, and the band."""
         if self._attention_mask is not None:
             return Visibility(as_bool(_four_axes(self._attention_mask)), None, None, self._band)
         return Visibility(None, self._q_segment_ids, self._kv_segment_ids, self._band)
@@ -180,7 +180,7 @@ class MaskInfo(Constructors):
 
     @property
     def q_attention_mask(self) -> Any:
-        """[B, Q] int32: 1 for queries that are not padding."""
+        """[B, Q] int32, 1 for queries that are not padding."""
         return (self.get_or_compute_segment_ids()[0] >= 0).astype(jnp.int32)
 
     @property
@@ -230,7 +230,7 @@ class MaskInfo(Constructors):
 
     @property
     def baked_in_masks(self) -> dict[str, bool]:
-        """The restrictions that were applied: causal, sliding_window, chunked, token_type_ids."""
+        """Whether each of causal, sliding_window, chunked and token_type_ids was applied, by name."""
         short = lambda name: name.removesuffix("_baked_in").removesuffix("_mask")
         return {short(name): getattr(self, name) for name in _APPLIED}
 
