@@ -26,7 +26,9 @@ def scratch_of_columns(columns: int) -> tuple[int, int]:
 def reduce_columns(operation: str, tile: Array, scratch: Any) -> Array:
     """The maximum ("max") or sum ("add") of every column of a tile [64, columns] float32.
 
-    A warpgroup waits for its own warps; there has to be another wait before it uses `scratch` again.
+    The rows are in all four warps, which exchange their parts in shared memory. A kernel of Pallas has one scratch for
+    that; here two warpgroups reduce at once, each with a scratch of its own. A warpgroup waits for its own warps, and
+    there has to be another wait before it uses `scratch` again.
     """
     columns = tile.shape[1]
     of_columns = plgpu.ShapeDtypeStruct((columns,), jnp.float32, PER_COLUMN)
@@ -74,9 +76,11 @@ def reduce_columns(operation: str, tile: Array, scratch: Any) -> Array:
 
 
 def store_transposed(target: Any, tile: Array) -> None:
-    """target [columns, 64] = tileᵀ, of 16 bits a number, in the swizzle of 128 bytes; 16 bytes of it are moved at once.
+    """target [columns, 64] = tileᵀ, of 16 bits a number, in the swizzle of 128 bytes, which moves 16 bytes at a time.
 
-    Eight lanes have consecutive rows of a column, and the four columns of a warp are moved to different banks.
+    A thread has two adjacent columns in one register, which the transpose puts into two rows, so that it stores numbers
+    of 16 bits one by one. Eight lanes have consecutive rows of a column, and the swizzle puts the four columns of a
+    warp into different banks.
     """
     transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 
@@ -101,8 +105,11 @@ def store_transposed(target: Any, tile: Array) -> None:
 
 
 def store_registers_to_smem(target: Any, tile: Array) -> None:
-    """Writes the registers of a float32 tile to shared memory, from where a warpgroup may `take` them. What was there
-    is of any kind; target has to have as many bytes."""
+    """Writes the registers of a float32 tile to shared memory, for `load_registers_from_smem` of another warpgroup.
+
+    Pallas stores to a ref of the shape and dtype of the tile. Here each thread stores its registers one after the
+    other, without bank conflicts, over a tile of any shape and dtype that is no longer used and has as many bytes.
+    """
 
     @plgpu.inline_mgpu(arg_types=(_swizzled(), WGMMA))
     def emit(_, target, tile):
@@ -117,7 +124,10 @@ def store_registers_to_smem(target: Any, tile: Array) -> None:
 
 
 def load_registers_from_smem(source: Any, like: Array) -> Array:
-    """The tile, of the shape of `like`, that another warpgroup has left."""
+    """The tile that another warpgroup has stored by `store_registers_to_smem`, of the shape of `like`.
+
+    A thread loads the registers that the thread of the same place in that warpgroup has stored.
+    """
 
     @plgpu.inline_mgpu(
         arg_types=(_swizzled(), WGMMA), return_type=plgpu.ShapeDtypeStruct(like.shape, jnp.float32, WGMMA)
@@ -138,7 +148,7 @@ def load_registers_from_smem(source: Any, like: Array) -> Array:
 def store_columns(o: Any, lse: Any, tile: Array, of_columns: Array, first: Array, columns: Array, half: int) -> None:
     """o[first + n, half] = tile[:, n] and lse[first + n, half] = of_columns[n] for the columns 0 ≤ n < `columns`.
 
-    `tile` [features, ·] has 16 or 32 bits a number.
+    `tile` [features, ·] has 16 or 32 bits a number. Stores of Pallas have no mask, which the columns need.
     """
     (_, halves, features), itemsize = o.shape, tile.dtype.itemsize
     of_half = plgpu.RefType(), plgpu.RefType(), WGMMA, PER_COLUMN, SPLAT, SPLAT
