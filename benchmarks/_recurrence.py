@@ -14,7 +14,7 @@ from jax import Array
 
 from ejkernel import modules
 from ejkernel.modules._operation import OPERATIONS
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 from ejkernel.types.shapes._recurrence import RecurrenceShape
 
 from . import _referee
@@ -74,7 +74,7 @@ def check(shape: RecurrenceShape, mode: str, given: Inputs) -> Check:
 
     The unit of an error is that of rounding the exact result, which is computed in chunks in float64.
     """
-    chunks = KernelConfig(64, 16 if shape.operation == "gla" else 64, platform="xla")
+    chunks = RecurrenceConfig(64, subchunk_size=16 if shape.operation == "gla" else 64, platform="xla")
     last = {} if (of_heads := decays(shape)) is None else {"g_gamma": np.asarray(of_heads[-1:], np.float64)}
     chosen = {**options(shape, mode), **last}
     f = lambda *x: OPERATIONS[shape.operation].call(**dict(zip(names(shape), x, strict=True)), **chosen, config=chunks)

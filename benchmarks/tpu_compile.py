@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import OPERATIONS, types_of_call
 from ejkernel.modules._primitive_kernel import KERNELS
-from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types import Backend, OperationConfig, Platform, Target
 from ejkernel.types.shapes import Shape, measured_operations, shapes_of
 
 from ._records import RESULTS, save_record
@@ -41,10 +41,14 @@ class Program:
     generation: str
     primitive: str
     shape: str
-    config: KernelConfig
+    config: OperationConfig
 
     def __str__(self) -> str:
-        blocks = [self.config.block_q, self.config.block_k, self.config.block_d, self.config.num_stages]
+        blocks = [
+            size
+            for name, size in asdict(self.config).items()
+            if isinstance(size, int) and name not in ("num_warps", "priority")
+        ]
         return f"{self.generation}-{self.primitive}-{self.shape}-" + "x".join(map(str, blocks))
 
 
@@ -124,7 +128,7 @@ def compiled(program: Program) -> Any:
     return compiled_call(program.generation, program.primitive, x, spec, program.config)
 
 
-def compiled_call(generation: str, primitive: str, x: Any, spec: Any, config: KernelConfig) -> Any:
+def compiled_call(generation: str, primitive: str, x: Any, spec: Any, config: OperationConfig) -> Any:
     """The executable of a primitive, for everything that is differentiable among these operands."""
     algorithm, run = KERNELS[primitive].algorithm, kernel_registry.find(primitive, "pallas", "tpu").implementation
     forward = kernel_registry.find(algorithm.name, "pallas", "tpu").implementation

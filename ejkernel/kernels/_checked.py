@@ -18,6 +18,8 @@ def checked(implementation: F, algorithm: str, platform: Platform) -> F:
     """The implementation behind the checks that `KernelRegistry.register` documents."""
     parameters = inspect.signature(implementation).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    default = getattr(parameters.get("config"), "default", None)
+    default = default if isinstance(default, OperationConfig) else KernelConfig()
     accepted = frozenset(p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
     @functools.wraps(implementation)
@@ -28,7 +30,8 @@ def checked(implementation: F, algorithm: str, platform: Platform) -> F:
                 f"{algorithm} ({platform}): unsupported argument {unknown}; accepted are {', '.join(sorted(accepted))}"
             )
         if isinstance(config := kwargs.get("config"), OperationConfig):
-            kwargs["config"] = checked_config(f"{algorithm} ({platform})", config, type(config))
+            of = type(default if isinstance(config, KernelConfig) else config)
+            kwargs["config"] = config = checked_config(f"{algorithm} ({platform})", config, of)
             if wrong := config_refusal(implementation, config):
                 raise ValueError(f"{algorithm} ({platform}): {wrong}")
         try:
@@ -43,8 +46,6 @@ def checked(implementation: F, algorithm: str, platform: Platform) -> F:
     if not hasattr(behind_checks, "custom_calls"):
         behind_checks.custom_calls = ()
     if not hasattr(behind_checks, "heuristic"):
-        default = getattr(parameters.get("config"), "default", None)
-        default = default if isinstance(default, OperationConfig) else KernelConfig()
         behind_checks.heuristic, behind_checks.space = (lambda *_: default), (lambda *_: [default])
     return behind_checks
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from jax import Array
 
-from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types import Backend, KernelConfig, OperationConfig, Platform, Target
 
 from ._registry import configured_by, emits, kernel_registry, supported_if
 
@@ -39,6 +39,7 @@ class KernelTrio:
         platform: what the kernels are written in.
         backend: the hardware that they run on.
         priority: of several implementations that support a call, the one with the highest priority is chosen.
+        config: the type of the configs.
         custom_calls: the custom calls in their lowering that `jax.export` does not know.
         refuses: (name of a kernel, config) → why the kernel does not take the config, or None.
         excess: as `refuses` for given operands, which may exceed a limit such as shared memory; gets the package too.
@@ -52,15 +53,16 @@ class KernelTrio:
     platform: Platform
     backend: Backend
     priority: int
+    config: type[OperationConfig] = KernelConfig
     custom_calls: tuple[str, ...] = ()
-    refuses: Callable[[str, KernelConfig], str | None] = lambda name, config: None
-    excess: Callable[[str, str, Any, KernelConfig], str | None] = lambda package, name, operands, config: None
+    refuses: Callable[[str, OperationConfig], str | None] = lambda name, config: None
+    excess: Callable[[str, str, Any, OperationConfig], str | None] = lambda package, name, operands, config: None
 
     def forward(self, module: str, supports: Predicate, variants: tuple[str, ...] = ()) -> Callable[..., Any]:
         """(*operands, spec, config) → outputs."""
-        Spec, Outputs = self.spec, self.outputs
+        Spec, Outputs, Config = self.spec, self.outputs, self.config
 
-        def forward(*operands: Array | None, spec: Spec = Spec(), config: KernelConfig = KernelConfig()) -> Outputs:
+        def forward(*operands: Array | None, spec: Spec = Spec(), config: Config = Config()) -> Outputs:
             self._check("", self.operands(*operands), config)
             return self._function(module, "")(*operands, spec=spec, config=config)
 
@@ -68,7 +70,7 @@ class KernelTrio:
 
     def tangent(self, module: str, supports: Predicate, variants: tuple[str, ...] = ()) -> Callable[..., Any]:
         """(primals, outputs, tangents, spec, config) → the tangents of the outputs; a tangent of None is zero."""
-        Spec, Operands, Outputs = self.spec, self.operands, self.outputs
+        Spec, Operands, Outputs, Config = self.spec, self.operands, self.outputs, self.config
 
         def tangent(
             primals: Operands,
@@ -76,7 +78,7 @@ class KernelTrio:
             tangents: Operands,
             *,
             spec: Spec = Spec(),
-            config: KernelConfig = KernelConfig(),
+            config: Config = Config(),
         ) -> Outputs:
             self._check("_jvp", primals, config)
             return self._function(module, "_jvp")(primals, outputs, tangents, spec=spec, config=config)
@@ -85,7 +87,7 @@ class KernelTrio:
 
     def backward(self, module: str, supports: Predicate, variants: tuple[str, ...] = ()) -> Callable[..., Any]:
         """(primals, outputs, cotangents, wrt, spec, config) → the cotangents of the operands that wrt names."""
-        Spec, Operands, Outputs = self.spec, self.operands, self.outputs
+        Spec, Operands, Outputs, Config = self.spec, self.operands, self.outputs, self.config
 
         def backward(
             primals: Operands,
@@ -94,7 +96,7 @@ class KernelTrio:
             *,
             wrt: tuple[str, ...],
             spec: Spec = Spec(),
-            config: KernelConfig = KernelConfig(),
+            config: Config = Config(),
         ) -> tuple[Array, ...]:
             self._check("_bwd", primals, config)
             return self._function(module, "_bwd")(primals, outputs, cotangents, wrt=wrt, spec=spec, config=config)
@@ -107,7 +109,7 @@ class KernelTrio:
             name = operation + implementation.__name__.removeprefix(self.algorithm)
             kernel_registry.register(name, self.platform, self.backend, self.priority)(implementation)
 
-    def _check(self, suffix: str, operands: Any, config: KernelConfig) -> None:
+    def _check(self, suffix: str, operands: Any, config: OperationConfig) -> None:
         name = self.algorithm + suffix
         if wrong := self.excess(self.package, name, operands, config):
             raise ValueError(f"{name} ({self.platform}): {wrong}")
@@ -119,7 +121,7 @@ class KernelTrio:
         name = self.algorithm + suffix
         implementation.__module__, implementation.__name__, implementation.__qualname__ = self.package, name, name
 
-        def space(spec: Any, operands: Any, target: Target) -> list[KernelConfig]:
+        def space(spec: Any, operands: Any, target: Target) -> list[OperationConfig]:
             configs = importlib.import_module(f"{self.package}.configs")
             return configs.space(name, operands, spec, target)
 

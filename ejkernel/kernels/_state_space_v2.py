@@ -29,7 +29,7 @@ from ejkernel.primitives._recurrence import Operands as Recurrence
 from ejkernel.primitives._recurrence import Outputs as States
 from ejkernel.primitives._recurrence import RecurrenceSpec
 from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 from ejkernel.xla_utils.sums import exact_sum
 
 SPEC = RecurrenceSpec()
@@ -59,18 +59,18 @@ def by_kernels(
 ) -> tuple[Callable[..., Any], ...]:
     """The forward, tangent and backward of the operation by the kernels of a platform for the linear recurrence."""
 
-    def state_space_v2(*operands: Array | None, spec: StateSpaceSpec, config: KernelConfig) -> Outputs:
+    def state_space_v2(*operands: Array | None, spec: StateSpaceSpec, config: RecurrenceConfig) -> Outputs:
         return forward(partial(recurrence, spec=SPEC, config=config), Operands(*operands))
 
     def state_space_v2_jvp(
-        primals: Operands, outputs: Outputs, tangents: Operands, *, spec: StateSpaceSpec, config: KernelConfig
+        primals: Operands, outputs: Outputs, tangents: Operands, *, spec: StateSpaceSpec, config: RecurrenceConfig
     ) -> Outputs:
         push = lambda x, dot: recurrence_jvp(x, None, dot, spec=SPEC, config=config)
         return tangent(push, primals, tangents)
 
     def state_space_v2_bwd(
         primals: Operands, outputs: Outputs, cotangents: Outputs, *, wrt: tuple[str, ...], spec: StateSpaceSpec,
-        config: KernelConfig,
+        config: RecurrenceConfig,
     ) -> tuple[Array, ...]:  # fmt: skip
         pull = lambda x, bar, wrt: recurrence_bwd(x, None, bar, wrt=wrt, spec=SPEC, config=config)
         return backward(pull, primals, cotangents, wrt)

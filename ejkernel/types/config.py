@@ -1,7 +1,8 @@
 """Configs: frozen, hashable choices of how an operation is computed, which never change what it computes."""
 
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,8 +33,11 @@ class OperationConfig(ShortRepr):
     Attributes:
         platform: "triton", "pallas", "cuda", "cute", "xla" or "auto".
         backend: "gpu", "tpu", "cpu" or "any".
+        from_kernel_config: for each field of the class the one of a `KernelConfig` that it is taken from, where the
+            operation takes a `KernelConfig` too; empty where it does not.
     """
 
+    from_kernel_config: ClassVar[Mapping[str, str]] = {}
     platform: Platform | str = "auto"
     backend: Backend | str = Backend.ANY
 
@@ -89,7 +93,8 @@ def checked_config(
 ) -> OperationConfig:
     """The config, checked to be of the class `of`, with its fields as plain Python values.
 
-    Of a `KernelConfig` there is a short form for a forward, and one for a backward; `short` is the one that is taken.
+    Of a `KernelConfig` there is a short form for a forward, and one for a backward; `short` is the one that is taken. A
+    class that has `from_kernel_config` is made of a `KernelConfig`, too.
 
     Raises:
         TypeError, ValueError: a field has an invalid value; the message names the operation, the field and the rule.
@@ -99,11 +104,20 @@ def checked_config(
             where = "the backward of a pair (forward, backward)" if short is FwdParams else "the forward"
             raise type_error(operation, f"config is {a_type(config)}, which configures {where} alone")
         config = KernelConfig(config.q_blocksize, config.kv_blocksize, 64, config.num_warps, config.num_stages)
+    if isinstance(config, KernelConfig) and of.from_kernel_config:
+        config = _from_kernel_config(operation, config, of)
     if not isinstance(config, of):
         raise type_error(operation, f"config is {a_type(config)}; it must be a {of.__name__}")
     plain = {field.name: _checked_field(operation, field, getattr(config, field.name)) for field in fields(config)}
     unlike = {name: x for name, x in plain.items() if type(getattr(config, name)) is not type(x)}
     return replace(config, **unlike) if unlike else config
+
+
+def _from_kernel_config(operation: str, config: KernelConfig, of: type[OperationConfig]) -> OperationConfig:
+    """The config of the operation's own class that says what a `KernelConfig` says, whose fields are checked first."""
+    config = checked_config(operation, config)
+    same = {field.name: getattr(config, field.name) for field in fields(OperationConfig)}
+    return of(**same, **{own: getattr(config, name) for own, name in of.from_kernel_config.items()})
 
 
 def _checked_field(operation: str, field: Field, value: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 from tests.gpu.recurrence_cases import Case, check, differentiable, formula, like, normal, poisoned
 
 from .tpu_compiler import TARGETS, compiled
@@ -17,7 +17,7 @@ from .tpu_interpreter import interpreted
 forward, backward, tangent = (
     kernel_registry.find("recurrent" + kind, "pallas", "tpu").implementation for kind in ("", "_bwd", "_jvp")
 )
-CONFIG = KernelConfig(block_q=16, block_k=8)
+CONFIG = RecurrenceConfig(chunk_size=16, subchunk_size=8)
 CASES = (
     Case("by head", dict(g=1.0, g_gamma=0.5)),
     Case("by feature, reversed", dict(gk=1.0), reverse=True),

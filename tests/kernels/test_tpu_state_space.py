@@ -6,7 +6,7 @@ import pytest
 
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.primitives.state_space_v2 import Operands, Outputs
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 from tests.gpu.state_space_cases import CASES, SPEC, Case, check_all, differentiable
 
 from .tpu_compiler import TARGETS, compiled
@@ -15,7 +15,7 @@ from .tpu_interpreter import interpreted
 forward, backward, tangent = (
     kernel_registry.find("state_space_v2" + kind, "pallas", "tpu").implementation for kind in ("", "_bwd", "_jvp")
 )
-CONFIG = KernelConfig(block_q=16, block_k=8)
+CONFIG = RecurrenceConfig(chunk_size=16, subchunk_size=8)
 QUICK = ("packed",)
 
 

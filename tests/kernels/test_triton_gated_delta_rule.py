@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 from tests.gpu.gated_delta_cases import CASES, check_all
 
 triton = pytest.importorskip("triton")
@@ -28,7 +28,7 @@ def interpreted(monkeypatch):
 )
 def test_in_the_interpreter(case, chunk):
     """Forward, backward and tangent in float32; tokens of no sequence hold NaN."""
-    config = KernelConfig(block_q=chunk, block_k=32)
+    config = RecurrenceConfig(chunk_size=chunk, block_v=32)
     check_all(
         lambda *x, spec: gated_delta_rule(*x, spec=spec, config=config),
         lambda x, ct, wrt, spec: gated_delta_rule_bwd(x, None, ct, wrt=wrt, spec=spec, config=config),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 from tests.gpu.recurrence_cases import (
     CASES,
     Case,
@@ -32,7 +32,7 @@ from ejkernel.kernels._triton._recurrence import (  # noqa: E402
 
 from . import interpreter  # noqa: E402
 
-CONFIG = dict(block_q=16, block_k=32, block_d=16)
+CONFIG = dict(chunk_size=16, block_v=32, block_k=16)
 
 
 @pytest.fixture(autouse=True)
@@ -68,16 +68,18 @@ def check_all(x, spec):
     """Both variants of the forward, the backward and the tangent against the formula."""
     wrt = differentiable(x)
     fused, outputs = (
-        recurrence(*poisoned(x), spec=spec, config=KernelConfig(**CONFIG, algorithm=how))
+        recurrence(*poisoned(x), spec=spec, config=RecurrenceConfig(**CONFIG, algorithm=how))
         for how in ("fused_chunks", "chunks")
     )
     cotangents = like(outputs)
-    cotangents_of_x = recurrence_bwd(poisoned(x), None, cotangents, wrt=wrt, spec=spec, config=KernelConfig(**CONFIG))
+    cotangents_of_x = recurrence_bwd(
+        poisoned(x), None, cotangents, wrt=wrt, spec=spec, config=RecurrenceConfig(**CONFIG)
+    )
     exact, rounded = formula(x, spec, cotangents, jnp.float64), formula(x, spec, cotangents)
     for found in (fused, outputs):
         check((found, dict(zip(wrt, cotangents_of_x, strict=True))), exact, rounded, jnp.float32)
     tangents = directions(x)
-    found = recurrence_jvp(poisoned(x), None, tangents, spec=spec, config=KernelConfig(**CONFIG))
+    found = recurrence_jvp(poisoned(x), None, tangents, spec=spec, config=RecurrenceConfig(**CONFIG))
     wanted = (tangent_of_formula(x, spec, tangents, dtype) for dtype in (jnp.float64, None))
     check_tangent(found, *wanted, jnp.float32)
 
@@ -85,7 +87,7 @@ def check_all(x, spec):
 @pytest.mark.parametrize("reverse", (False, True))
 def test_single_tokens_in_the_interpreter(reverse):
     x, spec = Case("steps", dict(gk=1.0, gv=1.0, g=1.0, g_gamma=1.0), reverse=reverse).make(3, jnp.float32)
-    found = recurrence(*x, spec=spec, config=KernelConfig(block_k=32, algorithm="steps"))
+    found = recurrence(*x, spec=spec, config=RecurrenceConfig(block_v=32, algorithm="steps"))
     exact, rounded = (formula(x, spec, like(found), dtype)[0] for dtype in (jnp.float64, None))
     check((found, {}), (exact, {}), (rounded, {}), jnp.float32)
 
@@ -95,9 +97,9 @@ def test_a_gate_of_minus_infinity_in_the_interpreter(gate, dtype):
     """It resets the state; differences of sums that contain it are NaN."""
     x, spec = Case("resets", {gate: 0.5}, B=1, H=1, G=1, D=16, V=16, resets=0.1).make(20, dtype)
     wrt = differentiable(x)
-    found = recurrence(*x, spec=spec, config=KernelConfig(**CONFIG, algorithm="chunks"))
+    found = recurrence(*x, spec=spec, config=RecurrenceConfig(**CONFIG, algorithm="chunks"))
     cotangents = like(found)
-    gradients = recurrence_bwd(x, None, cotangents, wrt=wrt, spec=spec, config=KernelConfig(**CONFIG))
+    gradients = recurrence_bwd(x, None, cotangents, wrt=wrt, spec=spec, config=RecurrenceConfig(**CONFIG))
     exact, rounded = (formula(x, spec, cotangents, dtype) for dtype in (jnp.float64, None))
     check((found, dict(zip(wrt, gradients, strict=True))), exact, rounded, dtype)
 
@@ -109,9 +111,9 @@ def test_splits_in_the_interpreter(monkeypatch):
     x, spec = Case("long", dict(gk=0.5, g_gamma=0.5), B=1, reverse=True).make(32, jnp.float32)
     assert splits.number_of(x) == 2
     wrt = differentiable(x)
-    found = recurrence(*x, spec=spec, config=KernelConfig(**CONFIG, algorithm="fused_chunks"))
+    found = recurrence(*x, spec=spec, config=RecurrenceConfig(**CONFIG, algorithm="fused_chunks"))
     cotangents = like(found)
-    gradients = recurrence_bwd(x, None, cotangents, wrt=wrt, spec=spec, config=KernelConfig(**CONFIG))
+    gradients = recurrence_bwd(x, None, cotangents, wrt=wrt, spec=spec, config=RecurrenceConfig(**CONFIG))
     exact, rounded = (formula(x, spec, cotangents, dtype) for dtype in (jnp.float64, None))
     check((found, dict(zip(wrt, gradients, strict=True))), exact, rounded, jnp.float32)
 
@@ -123,7 +125,7 @@ def test_states_alone_in_the_interpreter(shortest, monkeypatch):
     The output is zeros.
     """
     monkeypatch.setattr(splits, "SHORTEST", shortest)
-    config = KernelConfig(**CONFIG, algorithm="chunks")
+    config = RecurrenceConfig(**CONFIG, algorithm="chunks")
     for ends in ((),) if shortest == 16 else ((), (0.1, 0.8, 1.5)):
         x, spec = Case("states", dict(gk=0.5), B=1, H=2, G=1, ends=ends).make(32, jnp.float32)
         whole, alone = (

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 from tests.gpu.state_space_cases import CASES, SPEC, Case, check, check_all, formula, like
 
 triton = pytest.importorskip("triton")
@@ -12,8 +12,8 @@ from ejkernel.kernels._triton.state_space_v2 import state_space_v2, state_space_
 
 from . import interpreter  # noqa: E402
 
-BLOCKS = dict(block_q=16, block_k=32, block_d=16)
-CONFIG = KernelConfig(**BLOCKS, algorithm="chunks")
+BLOCKS = dict(chunk_size=16, block_v=32, block_k=16)
+CONFIG = RecurrenceConfig(**BLOCKS, algorithm="chunks")
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +39,6 @@ def test_in_the_interpreter(case):
 def test_other_ways_of_the_forward(algorithm, length):
     """One program for all chunks of a head, and single tokens."""
     x = Case("groups", B=1).make(length, jnp.float32)
-    found = state_space_v2(*x, config=KernelConfig(**BLOCKS, algorithm=algorithm))
+    found = state_space_v2(*x, config=RecurrenceConfig(**BLOCKS, algorithm=algorithm))
     exact, rounded = (formula(x, SPEC, like(found), dtype)[0] for dtype in (jnp.float64, None))
     check((found, {}), (exact, {}), (rounded, {}), jnp.float32)

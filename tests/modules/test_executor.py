@@ -23,6 +23,7 @@ from ejkernel.ops import (
     label_fields,
 )
 from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 
 OURS = with_primitives(CASES)
 each_operation = each(first_of_each([case for case in OURS if case.differentiable]), first=())
@@ -152,12 +153,14 @@ def test_the_executor_and_the_platform_hold_for_the_states_of_other_devices(no_d
 
 
 @pytest.mark.parametrize("api", ["lax", "modules"])
-def test_a_config_holds_for_the_states_of_other_devices(api):
-    given = {"lax": "config", "modules": "cfg"}[api]
-    recurrent = partial(getattr(ejkernel, api).recurrent, **{given: KernelConfig(block_q=32, block_k=8)})
+@pytest.mark.parametrize(
+    "config", [RecurrenceConfig(chunk_size=32, subchunk_size=8), KernelConfig(block_q=32, block_k=8)], ids=repr
+)
+def test_a_config_holds_for_the_states_of_other_devices(config, api):
+    recurrent = partial(getattr(ejkernel, api).recurrent, **{{"lax": "config", "modules": "cfg"}[api]: config})
     forwards = [e.params["config"] for e in over_two_devices(recurrent) if e.primitive.name == "recurrent"]
     assert len(forwards) > 1
-    assert {(config.block_q, config.block_k) for config in forwards} == {(32, 8)}
+    assert {(config.chunk_size, config.subchunk_size) for config in forwards} == {(32, 8)}
 
 
 def test_an_executor_without_a_cache_on_disk_writes_no_file(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.interpreters.partial_eval import dce_rules
 
 from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._target import gpu_target
-from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types import Backend, KernelConfig, OperationConfig, Platform, Target
 from ejkernel.types.target import DEFAULT_CUDA_CAPABILITY
 from ejkernel.xla_utils.slices import aligned
 
@@ -35,15 +36,24 @@ LIMIT_VARIABLE = "EJKERNEL_TRITON_SMEM_LIMIT"
 MOST_FEATURES = 256
 
 
-def trio(package: str, algorithm: str, spec: type, operands: type, outputs: type) -> KernelTrio:
+def trio(
+    package: str,
+    algorithm: str,
+    spec: type,
+    operands: type,
+    outputs: type,
+    config: type[OperationConfig] = KernelConfig,
+) -> KernelTrio:
     """The `KernelTrio` of a package of Triton kernels."""
     return KernelTrio(
-        package, algorithm, spec, operands, outputs, Platform.TRITON, Backend.GPU, priority=100,
+        package, algorithm, spec, operands, outputs, Platform.TRITON, Backend.GPU, priority=100, config=config,
         custom_calls=CUSTOM_CALLS, refuses=refuses, excess=excess,
     )  # fmt: skip
 
 
-def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: KernelConfig, **constants: Any) -> Any:
+def launch(
+    kernel: Callable, *operands: Any, out_type: Any, grid: int, config: OperationConfig, **constants: Any
+) -> Any:
     """Runs `grid` programs of `kernel(*operands, *outputs, **constants)` and returns the outputs in `out_type`'s tree.
 
     `operands` are arrays or None; an output that is not wanted is given by name as None in `constants`.
@@ -77,10 +87,10 @@ def backend_options(platform: str, capability: int | None) -> dict[str, Any]:
     return BACKEND_OPTIONS | {"ptx_version": PTX_VERSIONS.get(capability, PTX_VERSION)}
 
 
-def refuses(name: str, config: KernelConfig) -> str | None:
+def refuses(name: str, config: OperationConfig) -> str | None:
     """Why no kernel can run with a config, or None: tensor cores need blocks of a power of two of at least 16."""
     del name
-    for block in ("block_q", "block_k", "block_d"):
+    for block in (x.name for x in fields(config) if x.name.startswith("block_") or x.name == "chunk_size"):
         if (size := getattr(config, block)) < 16 or size & (size - 1):
             return f"config.{block} is {size}; Triton needs a power of two of at least 16"
     if config.num_warps not in (1, 2, 4, 8, 16, 32):
@@ -204,7 +214,7 @@ def memory_refusal(needed: int, target: Target) -> str | None:
     return f"the smallest tiles take {needed} bytes of shared memory, {who} allows {limit}"
 
 
-def excess(package: str, name: str, operands: Any, config: KernelConfig) -> str | None:
+def excess(package: str, name: str, operands: Any, config: OperationConfig) -> str | None:
     """Why a config exceeds the limit that the environment sets on shared memory, for these operands, or None.
 
     Configs of the heuristics respect the limit. One given by a user is refused, a stored one is skipped.

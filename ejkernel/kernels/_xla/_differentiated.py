@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.kernels._registry import configured_by, kernel_registry
-from ejkernel.types import Backend, KernelConfig, Platform
+from ejkernel.types import Backend, Platform
+from ejkernel.types.recurrence import RecurrenceConfig
 
 from ._attention import statistics_dtype
 
@@ -40,7 +41,7 @@ def tangent_of(forward: Callable[..., Any], default: Any, operands: type, output
         tangents: Operands,
         *,
         spec: Spec = default,
-        config: KernelConfig = KernelConfig(),
+        config: RecurrenceConfig = RecurrenceConfig(),
     ) -> Outputs:
         moving = {name: t for name, t in tangents._asdict().items() if t is not None}
         f = partial(_outputs_of, forward, primals, spec, config)
@@ -75,7 +76,7 @@ def backward_of(
         *,
         wrt: tuple[str, ...],
         spec: Spec = default,
-        config: KernelConfig = KernelConfig(),
+        config: RecurrenceConfig = RecurrenceConfig(),
     ) -> tuple[Array, ...]:
         dtype = statistics_dtype(primals[0].dtype)
 

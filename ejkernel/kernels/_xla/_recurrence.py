@@ -24,7 +24,8 @@ from jax import Array, lax
 
 from ejkernel.kernels._registry import configured_by
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import Target
+from ejkernel.types.recurrence import RecurrenceConfig
 from ejkernel.xla_utils.symbolic import at_most
 
 from ._attention import statistics_dtype, where
@@ -73,17 +74,17 @@ def _initial_state(x: Operands, dtype: Any) -> Array:
 # --- Forward ----------------------------------------------------------------------------------------------------------
 
 
-def heuristic(spec: RecurrenceSpec, operands: Operands, target: Target) -> KernelConfig:
-    """block_q is the tokens of a chunk, block_k of a block; a decay per feature needs block_k · tokens · features."""
-    return KernelConfig(block_q=64, block_k=64 if _decays_by_head(operands) else 16)
+def heuristic(spec: RecurrenceSpec, operands: Operands, target: Target) -> RecurrenceConfig:
+    """subchunk_size is the tokens of a block; a decay per feature needs subchunk_size · tokens · features."""
+    return RecurrenceConfig(chunk_size=64, subchunk_size=64 if _decays_by_head(operands) else 16)
 
 
-def space(spec: RecurrenceSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+def space(spec: RecurrenceSpec, operands: Operands, target: Target) -> list[RecurrenceConfig]:
     """The heuristic config and, except on a CPU, longer chunks, which store less and recompute more."""
     if target.platform == "cpu":
         return [heuristic(spec, operands, target)]
     blocks = (32, 64, 128) if _decays_by_head(operands) else (8, 16)
-    return [KernelConfig(block_q=block_q, block_k=block_k) for block_q in (64, 128, 256) for block_k in blocks]
+    return [RecurrenceConfig(chunk_size=chunk, subchunk_size=block) for chunk in (64, 128, 256) for block in blocks]
 
 
 def _decays_by_head(operands: Operands) -> bool:
@@ -93,7 +94,7 @@ def _decays_by_head(operands: Operands) -> bool:
 @configured_by(heuristic, space)
 @partial(jax.jit, static_argnames=("spec", "config"))
 def recurrence(
-    *operands: Array | None, spec: RecurrenceSpec = RecurrenceSpec(), config: KernelConfig = KernelConfig()
+    *operands: Array | None, spec: RecurrenceSpec = RecurrenceSpec(), config: RecurrenceConfig = RecurrenceConfig()
 ) -> Outputs:
     """o and the final state, chunk by chunk."""
     x = Operands(*operands)
@@ -101,8 +102,8 @@ def recurrence(
     states = _initial_state(x, dtype)
     if x.q.size == 0:  # without tokens the states stay as they are
         return Outputs(varying_like(x, jnp.zeros((*x.q.shape[:3], x.v.shape[-1]), x.q.dtype)), states)
-    block = max(1, at_most(min(config.block_k, config.block_q), length))
-    blocks = max(1, at_most(config.block_q // block, -(-length // block)))
+    block = max(1, at_most(min(config.subchunk_size, config.chunk_size), length))
+    blocks = max(1, at_most(config.chunk_size // block, -(-length // block)))
     one_block = partial(block_of_tokens, dtype, spec.softmax_scale)
 
     def chunk(state, tokens):

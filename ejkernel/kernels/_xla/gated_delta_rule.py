@@ -28,7 +28,8 @@ from jax import Array, lax
 
 from ejkernel.kernels._registry import configured_by
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands, Outputs
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import Target
+from ejkernel.types.recurrence import RecurrenceConfig
 from ejkernel.xla_utils.symbolic import at_most
 
 from ._attention import statistics_dtype, where
@@ -74,22 +75,24 @@ def _initial_state(x: Operands, dtype: Any) -> Array:
 # --- Chunks -----------------------------------------------------------------------------------------------------------
 
 
-def heuristic(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> KernelConfig:
-    """block_q is the tokens of a chunk: short on a CPU, to compute less, and long elsewhere, to fill the device."""
-    return KernelConfig(block_q=32 if target.platform == "cpu" else 64)
+def heuristic(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> RecurrenceConfig:
+    """chunk_size is the tokens of a chunk: short on a CPU, to compute less, and long elsewhere, to fill the device."""
+    return RecurrenceConfig(chunk_size=32 if target.platform == "cpu" else 64)
 
 
-def space(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+def space(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> list[RecurrenceConfig]:
     """The heuristic config and, except on a CPU, longer chunks, which store less and compute more."""
     if target.platform == "cpu":
         return [heuristic(spec, operands, target)]
-    return [KernelConfig(block_q=block_q) for block_q in (64, 32, 128)]
+    return [RecurrenceConfig(chunk_size=chunk_size) for chunk_size in (64, 32, 128)]
 
 
 @configured_by(heuristic, space)
 @partial(jax.jit, static_argnames=("spec", "config"))
 def gated_delta_rule(
-    *operands: Array | None, spec: GatedDeltaRuleSpec = GatedDeltaRuleSpec(), config: KernelConfig = KernelConfig()
+    *operands: Array | None,
+    spec: GatedDeltaRuleSpec = GatedDeltaRuleSpec(),
+    config: RecurrenceConfig = RecurrenceConfig(),
 ) -> Outputs:
     """o and the final state, chunk by chunk."""
     x = Operands(*operands)
@@ -101,7 +104,7 @@ def gated_delta_rule(
     if is_one_token(x.q, x.spans):
         o, final = over_one_token(partial(of_token, dtype, spec), states, tokens)
         return Outputs(o.astype(x.q.dtype), final)
-    size = max(1, at_most(config.block_q, x.q.shape[1]))
+    size = max(1, at_most(config.chunk_size, x.q.shape[1]))
 
     def chunk(state, tokens):
         state, o = of_chunk(dtype, spec, state, tokens)

@@ -15,7 +15,8 @@ from jax import Array, lax
 from ejkernel.kernels._registry import configured_by, kernel_registry
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec
 from ejkernel.primitives.ragged_gated_delta_rule import Operands, Outputs
-from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.recurrence import RecurrenceConfig
 from ejkernel.xla_utils.symbolic import at_most
 
 from . import gated_delta_rule as dense
@@ -49,12 +50,12 @@ def _sequences(x: Operands) -> tuple[Array, Array, Array]:
     return cuts[:-1], cuts[1:], jnp.where(is_place, x.state_indices, states)
 
 
-def heuristic(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> KernelConfig:
+def heuristic(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> RecurrenceConfig:
     """The heuristic config of `gated_delta_rule`; on a CPU, sequences of one token are computed one after the other."""
     return space(spec, operands, target)[0]
 
 
-def space(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+def space(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> list[RecurrenceConfig]:
     """The configs of `gated_delta_rule`, likewise."""
     algorithm = SEQUENTIAL if target.platform == "cpu" else None
     return [replace(config, algorithm=algorithm) for config in dense.space(spec, operands, target)]
@@ -63,14 +64,16 @@ def space(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> list[
 @kernel_registry.register("ragged_gated_delta_rule", Platform.XLA, Backend.ANY)
 @configured_by(heuristic, space, (SEQUENTIAL,))
 def ragged_gated_delta_rule(
-    *operands: Array | None, spec: GatedDeltaRuleSpec = GatedDeltaRuleSpec(), config: KernelConfig = KernelConfig()
+    *operands: Array | None,
+    spec: GatedDeltaRuleSpec = GatedDeltaRuleSpec(),
+    config: RecurrenceConfig = RecurrenceConfig(),
 ) -> Outputs:
     """o, and the pool with the states after the step."""
     one_by_one = config.algorithm == SEQUENTIAL
     return over_batch(partial(_step, spec=spec, config=config), Operands(*operands), one_by_one)
 
 
-def _step(x: Operands, spec: GatedDeltaRuleSpec, config: KernelConfig) -> Outputs:
+def _step(x: Operands, spec: GatedDeltaRuleSpec, config: RecurrenceConfig) -> Outputs:
     o = varying_like(x, jnp.zeros(x.v.shape, x.q.dtype))
     if x.v.size == 0:
         return Outputs(o, x.states)
@@ -120,11 +123,11 @@ def _decoded_in_place(
 
 
 def _prefilled(
-    x: Operands, spec: GatedDeltaRuleSpec, config: KernelConfig, spans: Array, slot: Array, o: Array, pool: Array
+    x: Operands, spec: GatedDeltaRuleSpec, config: RecurrenceConfig, spans: Array, slot: Array, o: Array, pool: Array
 ) -> tuple[Array, Array]:
     """o and the pool after the sequences of spans [n,2]; a sequence's state is written after each of its chunks."""
     dtype, sequences = statistics_dtype(x.q.dtype), spans.shape[0]
-    size = max(1, at_most(config.block_q, x.q.shape[0]))
+    size = max(1, at_most(config.chunk_size, x.q.shape[0]))
     chunks = chunks_of(spans[None], x.q.shape[0], size)
     tokens, begins = chunks.token[0].reshape(-1, size), chunks.begins[0]
 

@@ -26,7 +26,8 @@ from jax import Array, lax
 
 from ejkernel.kernels._registry import configured_by
 from ejkernel.primitives.state_space_v1 import Operands, Outputs, StateSpaceSpec
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import Target
+from ejkernel.types.recurrence import RecurrenceConfig
 from ejkernel.xla_utils.symbolic import at_most
 
 from ._attention import statistics_dtype
@@ -62,30 +63,30 @@ def _initial_state(x: Operands) -> Array:
 # --- Chunks -----------------------------------------------------------------------------------------------------------
 
 
-def heuristic(spec: StateSpaceSpec, operands: Operands, target: Target) -> KernelConfig:
-    """The heuristic config: block_q is the tokens of a chunk."""
+def heuristic(spec: StateSpaceSpec, operands: Operands, target: Target) -> RecurrenceConfig:
+    """The heuristic config: chunk_size is the tokens of a chunk."""
     if target.platform == "cpu":
-        return KernelConfig(block_q=32)
-    return KernelConfig(block_q=64, algorithm=ASSOCIATIVE)
+        return RecurrenceConfig(chunk_size=32)
+    return RecurrenceConfig(chunk_size=64, algorithm=ASSOCIATIVE)
 
 
-def space(spec: StateSpaceSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+def space(spec: StateSpaceSpec, operands: Operands, target: Target) -> list[RecurrenceConfig]:
     """The heuristic config and, except on a CPU, longer chunks, which need more memory and fewer steps."""
     if target.platform == "cpu":
         return [heuristic(spec, operands, target)]
-    return [KernelConfig(block_q=block_q, algorithm=ASSOCIATIVE) for block_q in (64, 32, 128)]
+    return [RecurrenceConfig(chunk_size=chunk_size, algorithm=ASSOCIATIVE) for chunk_size in (64, 32, 128)]
 
 
 @configured_by(heuristic, space, (ASSOCIATIVE,))
 @partial(jax.jit, static_argnames=("spec", "config"))
 def state_space_v1(
-    *operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec(), config: KernelConfig = KernelConfig()
+    *operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec(), config: RecurrenceConfig = RecurrenceConfig()
 ) -> Outputs:
     """y and the final state, chunk by chunk."""
     return _by_chunks(_loop, Operands(*operands), config)
 
 
-def _by_chunks(loop: Callable[..., tuple[Array, Array]], x: Operands, config: KernelConfig) -> Outputs:
+def _by_chunks(loop: Callable[..., tuple[Array, Array]], x: Operands, config: RecurrenceConfig) -> Outputs:
     """y and the final state, where `loop` computes a chunk on a CPU."""
     dtype, states = statistics_dtype(x.x.dtype), _initial_state(x)
     if x.x.size == 0:  # without tokens the states stay as they are
@@ -96,7 +97,7 @@ def _by_chunks(loop: Callable[..., tuple[Array, Array]], x: Operands, config: Ke
         y, final = over_one_token(partial(_of_token, A, D), states, tokens)
         return Outputs(y.astype(x.x.dtype), final)
     A = varying_like(x, jnp.swapaxes(A, 1, 2))
-    size = max(1, at_most(config.block_q, x.x.shape[1]))
+    size = max(1, at_most(config.chunk_size, x.x.shape[1]))
     of_chunk = _by_associative_scan if config.algorithm == ASSOCIATIVE else loop
 
     def chunk(state, tokens):
@@ -196,7 +197,7 @@ def _product(axes: str, a: Array, b: Array) -> Array:
 
 @partial(jax.jit, static_argnames=("spec", "config"))
 def _with_gradient_of_loop(
-    *operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec(), config: KernelConfig = KernelConfig()
+    *operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec(), config: RecurrenceConfig = RecurrenceConfig()
 ) -> Outputs:
     """The forward that the backward differentiates: it has a custom gradient, and thus no jvp, unlike `_loop`."""
     return _by_chunks(_differentiated_loop, Operands(*operands), config)

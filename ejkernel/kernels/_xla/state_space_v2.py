@@ -14,7 +14,8 @@ from jax import Array
 
 from ejkernel.kernels._registry import configured_by
 from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import Target
+from ejkernel.types.recurrence import RecurrenceConfig
 from ejkernel.xla_utils.symbolic import at_most
 
 from ._attention import statistics_dtype
@@ -50,22 +51,22 @@ def _initial_state(x: Operands) -> Array:
 # --- Chunks -----------------------------------------------------------------------------------------------------------
 
 
-def heuristic(spec: StateSpaceSpec, operands: Operands, target: Target) -> KernelConfig:
-    """block_q is the tokens of a chunk: short on a CPU, to compute less, and long elsewhere, to fill the device."""
-    return KernelConfig(block_q=32 if target.platform == "cpu" else 64)
+def heuristic(spec: StateSpaceSpec, operands: Operands, target: Target) -> RecurrenceConfig:
+    """chunk_size is the tokens of a chunk: short on a CPU, to compute less, and long elsewhere, to fill the device."""
+    return RecurrenceConfig(chunk_size=32 if target.platform == "cpu" else 64)
 
 
-def space(spec: StateSpaceSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+def space(spec: StateSpaceSpec, operands: Operands, target: Target) -> list[RecurrenceConfig]:
     """The heuristic config and, except on a CPU, longer chunks, which store less and compute more."""
     if target.platform == "cpu":
         return [heuristic(spec, operands, target)]
-    return [KernelConfig(block_q=block_q) for block_q in (64, 128, 256)]
+    return [RecurrenceConfig(chunk_size=chunk_size) for chunk_size in (64, 128, 256)]
 
 
 @configured_by(heuristic, space)
 @partial(jax.jit, static_argnames=("spec", "config"))
 def state_space_v2(
-    *operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec(), config: KernelConfig = KernelConfig()
+    *operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec(), config: RecurrenceConfig = RecurrenceConfig()
 ) -> Outputs:
     """y and the final state, chunk by chunk."""
     x = Operands(*operands)
@@ -85,7 +86,7 @@ def state_space_v2(
         y = y if D is None else y + D[:, :, None, None] * u
         return state, y.astype(x.x.dtype)
 
-    size = max(1, at_most(config.block_q, x.x.shape[1]))
+    size = max(1, at_most(config.chunk_size, x.x.shape[1]))
     o, final = over_chunks(chunk, jnp.swapaxes(states, -1, -2), (x.x, x.dt, x.B, x.C), x.spans, size)
     return Outputs(o, jnp.swapaxes(final, -1, -2))
 

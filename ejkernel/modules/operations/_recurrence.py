@@ -15,6 +15,7 @@ from ...ops.execution.executor import call_context
 from ...ops.utils.operands import random_like
 from ...primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ...primitives._trio import Trio
+from ...types.recurrence import RecurrenceConfig
 from .._operation import Prepared, platform_of_call
 from ._arguments import (
     align,
@@ -207,7 +208,9 @@ def synthetic_spans(operands: Mapping[str, Any], tokens: int) -> dict[str, Any]:
 
 
 class Recurrence:
-    """The example, synthetic operands and flops of linear recurrences, for tuning, benchmarks and the doctor."""
+    """The configs, example, synthetic operands and flops of linear recurrences, for tuning and the doctor."""
+
+    config_class = RecurrenceConfig
 
     @classmethod
     def example(cls) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ...errors import value_error
 from ...ops.utils.operands import random_like
 from ...primitives._trio import Trio
 from ...primitives.state_space_v1 import StateSpaceSpec
+from ...types.recurrence import RecurrenceConfig
 from .._operation import Prepared
 from ._arguments import align, array, array_or_none, require_dtype, require_rank, static_bool
 from ._recurrence import spans_of, states_of, synthetic_spans
@@ -55,7 +56,9 @@ _AXES = dict(b="batch", s="length", h="heads", g="groups", d="numbers of the sta
 
 
 class StateSpace:
-    """The synthetic operands of both state spaces, for tuning and benchmarks."""
+    """The configs and synthetic operands of both state spaces, for tuning and benchmarks."""
+
+    config_class = RecurrenceConfig
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: StateSpaceSpec) -> dict[str, Any]:

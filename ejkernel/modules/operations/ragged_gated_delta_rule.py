@@ -14,6 +14,7 @@ from ...primitives.gated_delta_rule import GatedDeltaRuleSpec
 from ...primitives.ragged_gated_delta_rule import Operands
 from ...primitives.ragged_gated_delta_rule import ragged_gated_delta_rule as primitives
 from ...types import CuSeqlens
+from ...types.recurrence import RecurrenceConfig
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_cuts, require_dtype, require_rank
 from ._recurrence import XLA_ALONE
@@ -101,6 +102,7 @@ class RaggedGatedDeltaRule(Operation):
     """A step of serving with the gated delta rule: `ejkernel.lax.ragged_gated_delta_rule` as a kernel object."""
 
     algorithm = primitives
+    config_class = RecurrenceConfig
     outlook = XLA_ALONE
     prepare_arguments = staticmethod(ragged_gated_delta_rule_arguments)
 

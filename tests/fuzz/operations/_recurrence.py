@@ -37,7 +37,7 @@ def draw_call(draw, sizes, gates):
     draw_scale(draw, operands, options)
     options |= {name: True for name, percent in (("reverse", 30), ("return_state", 60)) if chance(draw, percent)}
     if sizes.configs and chance(draw, 25):
-        options["config"] = dict(block_q=pick(draw, 8, 16, 33), block_k=pick(draw, 4, 8, 16))
+        options["config"] = dict(chunk_size=pick(draw, 8, 16, 33), subchunk_size=pick(draw, 4, 8, 16))
     return operands, size, options, dtypes
 
 

@@ -29,7 +29,7 @@ def draw_call(draw, sizes, size, axes, state):
     if chance(draw, 60):
         options["return_state"] = True
     if sizes.configs and chance(draw, 25):
-        options["config"] = dict(block_q=pick(draw, 8, 16, 33))
+        options["config"] = dict(chunk_size=pick(draw, 8, 16, 33))
     return operands, size, options, dtypes
 
 

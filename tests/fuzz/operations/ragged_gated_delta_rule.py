@@ -26,7 +26,7 @@ def programs(draw, sizes):
     if chance(draw, 30):
         options["softmax_scale"] = pick(draw, 0.25, 1.0, -0.5, 0.0, 1)
     if sizes.configs and chance(draw, 25):
-        options["config"] = dict(block_q=pick(draw, 8, 16, 33))
+        options["config"] = dict(chunk_size=pick(draw, 8, 16, 33))
     return operands, size, options, dtypes
 
 

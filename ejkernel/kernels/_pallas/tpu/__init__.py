@@ -1,6 +1,6 @@
 """Kernels of Pallas that Mosaic compiles for TPUs."""
 
-from ejkernel.types import KernelConfig
+from ejkernel.types import OperationConfig
 
 SMEM_BYTES = 768 * 1024
 """Bytes of scalar memory for a kernel: every chip from v4 on has 1 MiB, of which the compiler needs some."""
@@ -10,10 +10,10 @@ MOST_ROWS = 4096
 """The most rows of a block: kernels are unrolled over its parts, and vector memory holds no larger blocks."""
 
 
-def refuses(name: str, config: KernelConfig) -> str | None:
-    """Why kernels that use the blocks of a config as they are cannot run with it, or None."""
+def refuses(name: str, config: OperationConfig, blocks: tuple[str, ...] = ("block_q", "block_k")) -> str | None:
+    """Why kernels that use the blocks of a config as they are, `blocks` by name, cannot run with it, or None."""
     del name
-    for block in ("block_q", "block_k"):
+    for block in blocks:
         if (size := getattr(config, block)) % SUBLANES or size > MOST_ROWS:
             return f"config.{block} is {size}; the TPU kernels need a multiple of {SUBLANES} of at most {MOST_ROWS}"
     return None

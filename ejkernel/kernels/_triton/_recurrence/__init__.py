@@ -6,6 +6,7 @@ Triton and jax-triton are imported only when a kernel is first needed.
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import Target
+from ejkernel.types.recurrence import RecurrenceConfig
 
 
 def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | None:
@@ -27,7 +28,7 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
     return None
 
 
-_kernels = _launch.trio(__name__, "recurrence", RecurrenceSpec, Operands, Outputs)
+_kernels = _launch.trio(__name__, "recurrence", RecurrenceSpec, Operands, Outputs, RecurrenceConfig)
 
 recurrence = _kernels.forward("forward", supports, ("fused_chunks", "chunks", "steps"))
 recurrence_jvp = _kernels.tangent("tangent", supports, ("chunks",))

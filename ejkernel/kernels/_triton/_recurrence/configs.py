@@ -1,7 +1,7 @@
 """The configs of the kernels of the linear recurrence: the heuristic choice, and the space that tuning searches.
 
-block_q is the tokens of a chunk, block_k the columns and block_d the rows of a block of state, num_warps the warps of
-the kernel that computes chunks. algorithm is "fused_chunks" (one kernel, chunk after chunk), "chunks" (chunk states,
+chunk_size is the tokens of a chunk, block_v the columns and block_k the rows of a block of state, num_warps the warps
+of the kernel that computes chunks. algorithm is "fused_chunks" (one kernel, chunk after chunk), "chunks" (chunk states,
 then all chunks in parallel) or "steps" (token by token).
 """
 
@@ -9,7 +9,8 @@ import numpy as np
 
 from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
-from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.recurrence import RecurrenceConfig
 
 from .problem import padded
 from .step import LONGEST
@@ -17,13 +18,13 @@ from .step import LONGEST
 SMALLEST = 16
 """The tokens of the smallest chunk that a matrix unit takes."""
 
-WIDE = dict(block_q=SMALLEST, block_k=32, block_d=32, num_warps=8)
+WIDE = dict(chunk_size=SMALLEST, block_v=32, block_k=32, num_warps=8)
 """Blocks and warps of a backward in float32."""
 
 WIDEST = 128
 """The most columns of a state that a program computes at once."""
 
-# (block_q, block_k, block_d, num_warps, num_stages, algorithm), the fastest on an H200 first.
+# (chunk_size, block_v, block_k, num_warps, num_stages, algorithm), the fastest on an H200 first.
 FORWARD = (
     (64, 64, 64, 4, 2, "fused_chunks"),
     (64, 64, 64, 4, 3, "fused_chunks"),
@@ -89,7 +90,7 @@ FLOAT16 = {
 }
 
 
-def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> list[KernelConfig]:
+def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> list[RecurrenceConfig]:
     """The configs worth measuring for a call (arrays or shapes), the most promising first."""
     if operation == "recurrence" and operands.q.shape[1] <= LONGEST and operands.spans is None:
         return [_config(16, block, 64, warps, 1, "steps") for block, warps in ((32, 4), (16, 4), (64, 8))]
@@ -124,9 +125,9 @@ def fits(operands: Operands, target: Target) -> bool:
     return tiles_memory(operands, SMALLEST) <= shared_memory_limit(target)
 
 
-def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
+def shared_memory(operation: str, operands: Operands, config: RecurrenceConfig) -> int:
     """Bytes of shared memory that the kernels need with this config: for a chunk, or for the loop over chunks."""
-    return max(tiles_memory(operands, config.block_q), _loop_memory(operands, config))
+    return max(tiles_memory(operands, config.chunk_size), _loop_memory(operands, config))
 
 
 def tiles_memory(operands: Operands, chunk: int) -> int:
@@ -136,25 +137,25 @@ def tiles_memory(operands: Operands, chunk: int) -> int:
     return elements * (2 if operands.q.dtype == np.dtype("bfloat16") and operands.gv is None else 4)
 
 
-def _loop_memory(operands: Operands, config: KernelConfig) -> int:
+def _loop_memory(operands: Operands, config: RecurrenceConfig) -> int:
     """Bytes of the loop over chunks: for each stage tiles of k, v and gates, and the state twice in float32.
 
     The fused one has q too, and a state of all features and two [chunk, chunk] tiles in the dtype of q.
     """
-    chunk, d, e = config.block_q, padded(operands.q.shape[3]), min(config.block_k, padded(operands.v.shape[3]))
+    chunk, d, e = config.chunk_size, padded(operands.q.shape[3]), min(config.block_v, padded(operands.v.shape[3]))
     size, numbers = operands.q.dtype.itemsize, config.num_stages * 4 * chunk
     if config.algorithm == "fused_chunks":
         return (config.num_stages * chunk * (2 * d + e) + d * e + 2 * chunk**2) * size + numbers
-    d = min(config.block_d, d)
+    d = min(config.block_k, d)
     gates = (d if operands.gk is not None else 0) + (e if operands.gv is not None else 0)
     return config.num_stages * chunk * (d + e + gates) * size + 8 * d * e + numbers
 
 
-def _config(block_q, block_k, block_d, num_warps, num_stages, algorithm) -> KernelConfig:
-    return KernelConfig(
-        block_q=block_q,
+def _config(chunk_size, block_v, block_k, num_warps, num_stages, algorithm) -> RecurrenceConfig:
+    return RecurrenceConfig(
+        chunk_size=chunk_size,
+        block_v=block_v,
         block_k=block_k,
-        block_d=block_d,
         num_warps=num_warps,
         num_stages=num_stages,
         platform=Platform.TRITON,

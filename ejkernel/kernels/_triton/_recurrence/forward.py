@@ -17,14 +17,14 @@ import triton.language as tl
 
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import outputs, pairs, splits, step, tiles
 from .problem import gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import block_of, chunk_states
 
 
-def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outputs:
+def recurrence(*operands, spec=RecurrenceSpec(), config=RecurrenceConfig()) -> Outputs:
     """o and the final state."""
     if config.algorithm == "steps":
         return step.recurrence(*operands, spec=spec, config=config)
@@ -37,7 +37,7 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
         return _of_whole(x, spec, config)
     q, k, v, g, gk = (splits.split(a, num_splits) for a in x[:5])
     x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, num_splits))
-    p = problem_of(x, spec, config.block_q)
+    p = problem_of(x, spec, config.chunk_size)
     gates = (x.g, x.gk, x.gv, x.g_gamma)
     start, final = splits.initial_states(
         k, v, gates, x.initial_state, num_splits, p, config, backward=False, precise=spec.return_state
@@ -47,9 +47,9 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
     return Outputs(splits.merged(_of_whole(x._replace(initial_state=start), spec, config).o, num_splits), final)
 
 
-def _state_alone(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
+def _state_alone(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig) -> Outputs:
     """The final state, without chunk states and outputs."""
-    p = problem_of(x, spec, config.block_q)
+    p = problem_of(x, spec, config.chunk_size)
     how = dict(backward=False, keep=False, precise=spec.return_state)
     return Outputs(_no_output(x, 1), chunk_states(*x[1:8], places_of(x, p), p, config, **how)[1])
 
@@ -61,11 +61,11 @@ def _no_output(x: Operands, num_splits: int) -> jax.Array:
     return jnp.zeros(shape, x.v.dtype)
 
 
-def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
-    p = problem_of(x, spec, config.block_q)
+def _of_whole(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig) -> Outputs:
+    p = problem_of(x, spec, config.chunk_size)
     places = places_of(x, p)
     o_type = jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.v.dtype)
-    block = min(config.block_k, p.V_PAD)
+    block = min(config.block_v, p.V_PAD)
     blocks = triton.cdiv(p.V, block)
     if config.algorithm == "fused_chunks":
         o, final = _launch.launch(

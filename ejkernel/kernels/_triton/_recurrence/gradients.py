@@ -30,7 +30,7 @@ import triton.language as tl
 
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 from ejkernel.xla_utils.sums import exact_sum
 
 from . import outputs, pairs, splits, tiles
@@ -50,7 +50,7 @@ def recurrence_bwd(
     *,
     wrt: tuple[str, ...],
     spec: RecurrenceSpec,
-    config: KernelConfig,
+    config: RecurrenceConfig,
 ) -> tuple:
     """The cotangents of the operands named in `wrt`, in that order.
 
@@ -65,7 +65,7 @@ def recurrence_bwd(
     if num_splits > 1:
         q, k, v, g, gk, do = (splits.split(a, num_splits) for a in (*x[:5], do))
         x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, num_splits))
-    p = problem_of(x, spec, config.block_q, wide=wide)
+    p = problem_of(x, spec, config.chunk_size, wide=wide)
     places, gates = places_of(x, p), (x.g, x.gk, x.gv, x.g_gamma)
     dinitial_state, precise = None, "initial_state" in wrt
     if wrt == ("initial_state",):
@@ -96,7 +96,7 @@ def recurrence_bwd(
 
 
 def _gradients(
-    x: Operands, do, states, dstates, places: Places, of_gates: set[str], p: Problem, config: KernelConfig
+    x: Operands, do, states, dstates, places: Places, of_gates: set[str], p: Problem, config: RecurrenceConfig
 ) -> dict[str, jax.Array]:
     """dq, dk and dv; if gates are asked for, dgk and dgv if features decay, and dg if heads do or it is asked for."""
     array = jax.ShapeDtypeStruct
@@ -105,12 +105,12 @@ def _gradients(
     of_feature = lambda name: {"dgk": array(getattr(x, name).shape, gate_gradient_dtype(name))} if of_gates else {}
     types = {"dk": result_type(x.k), "dq": result_type(x.q)}
     run = lambda given, types, rows, p: _run(given, types, rows, places, p, config)
-    given, rows = (x.q, x.k, x.v, do, *x[3:7], states, dstates), min(config.block_d, p.D_PAD)
+    given, rows = (x.q, x.k, x.v, do, *x[3:7], states, dstates), min(config.block_k, p.D_PAD)
     if x.gv is not None:  # the same kernel with values and keys exchanged
         found = run(given, types | (of_feature("gk") if p.by_feature else {}), rows, p)
         given = (do, x.v, x.k, x.q, x.g, x.gv, x.gk, x.g_gamma, states, dstates)
         types = {"dk": result_type(x.v), **of_feature("gv")}
-        of_values = run(given, types, min(config.block_d, p.V_PAD), p.of_values)
+        of_values = run(given, types, min(config.block_k, p.V_PAD), p.of_values)
         found |= {{"dk": "dv", "dgk": "dgv"}[name]: a for name, a in of_values.items()}
     elif p.by_feature:  # the decays of all features at once would not fit into registers
         found = run(given, types | of_feature("gk"), rows, p)
@@ -131,7 +131,7 @@ def _gradients(
     return found
 
 
-def _run(given: tuple, types: dict, rows: int, places: Places, p: Problem, config: KernelConfig) -> dict:
+def _run(given: tuple, types: dict, rows: int, places: Places, p: Problem, config: RecurrenceConfig) -> dict:
     """Runs gradients_kernel for the results named in `types`, with blocks of `rows` features."""
     return _launch.launch(
         gradients_kernel,
@@ -141,12 +141,12 @@ def _run(given: tuple, types: dict, rows: int, places: Places, p: Problem, confi
         config=config,
         p=p,
         ROWS=rows,
-        COLUMNS=min(config.block_k, p.V_PAD),
+        COLUMNS=min(config.block_v, p.V_PAD),
         **{name: None for name in ("dg", "dgk", "dk", "dq", "dv") if name not in types},
     )
 
 
-def _of_values(x: Operands, do, dstates, dv, places: Places, p: Problem, config: KernelConfig) -> jax.Array:
+def _of_values(x: Operands, do, dstates, dv, places: Places, p: Problem, config: RecurrenceConfig) -> jax.Array:
     """dv for each head of the state, if gradients_kernel does not compute it: it takes features of keys in blocks."""
     rows, columns = block_of(p, config)
     return _launch.launch(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton import _launch
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import tiles
 from .problem import Places, Problem
@@ -22,7 +22,7 @@ ROWS = 64
 
 
 def chunk_states(
-    x, y, g, gk, gv, g_gamma, start, places: Places, p: Problem, config: KernelConfig,
+    x, y, g, gk, gv, g_gamma, start, places: Places, p: Problem, config: RecurrenceConfig,
     *, backward: bool, keep: bool = True, precise: bool = False,
 ):  # fmt: skip
     """The chunk states [b,chunks,h,d,v] in the dtype of products, and the state at the end [b,n,h,d,v] float32.
@@ -40,7 +40,7 @@ def chunk_states(
         *places[:3],
         out_type=(jax.ShapeDtypeStruct((p.B, p.chunks, p.H, p.D, p.V), dtype), end) if keep else (end,),
         grid=p.B * p.sequences * p.H * triton.cdiv(p.D, rows) * triton.cdiv(p.V, columns),
-        config=KernelConfig(block_q=config.block_q, num_warps=WARPS, num_stages=config.num_stages),
+        config=RecurrenceConfig(chunk_size=config.chunk_size, num_warps=WARPS, num_stages=config.num_stages),
         p=p,
         BACKWARD=backward,
         X_HEADS=x.shape[2],
@@ -53,10 +53,10 @@ def chunk_states(
     return found if keep else (None, *found)
 
 
-def block_of(p: Problem, config: KernelConfig) -> tuple[int, int]:
+def block_of(p: Problem, config: RecurrenceConfig) -> tuple[int, int]:
     """The rows and columns of the block of state in a program that has little else in registers."""
-    rows = max(ROWS, config.block_d) if p.dtype == tl.bfloat16 else config.block_d
-    return min(rows, p.D_PAD), min(config.block_k, p.V_PAD)
+    rows = max(ROWS, config.block_k) if p.dtype == tl.bfloat16 else config.block_k
+    return min(rows, p.D_PAD), min(config.block_v, p.V_PAD)
 
 
 @triton.jit

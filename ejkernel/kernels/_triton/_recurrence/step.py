@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 
 from .problem import gamma_of_batch, problem_of
 
@@ -18,12 +18,12 @@ LONGEST = 8
 """The most tokens for which this kernel is used: with more, chunks are faster."""
 
 
-def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outputs:
+def recurrence(*operands, spec=RecurrenceSpec(), config=RecurrenceConfig()) -> Outputs:
     """o and the final state of a dense call of at most LONGEST tokens."""
     x = Operands(*operands)
     x = gamma_of_batch(x, x.q.shape[0])
     p = problem_of(x, spec, 16)
-    block = min(config.block_k, p.V_PAD)
+    block = min(config.block_v, p.V_PAD)
     o, final = _launch.launch(
         step_kernel,
         *(x.q, x.k, x.v, x.g, x.gk, x.gv, x.g_gamma, x.initial_state),

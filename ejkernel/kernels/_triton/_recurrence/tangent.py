@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import outputs, pairs, tiles
 from .problem import gamma_of_batch, places_of, problem_of, zero_elsewhere
@@ -31,17 +31,17 @@ MOST_UNSPLIT_FEATURES, ROWS = {tl.bfloat16: 128, tl.float32: 32}, {tl.bfloat16: 
 
 
 def recurrence_jvp(
-    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: RecurrenceSpec, config: KernelConfig
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: RecurrenceSpec, config: RecurrenceConfig
 ) -> Outputs:
     """The tangents of o and the final state; a tangent of None is zero."""
     x, dot = (gamma_of_batch(operands, primals.q.shape[0]) for operands in (primals, tangents))
-    p = problem_of(x, spec, config.block_q)
+    p = problem_of(x, spec, config.chunk_size)
     if x.gv is not None and not p.exact:
         # For products that follow one another in one basic block, Triton gives all warps the same tiles. With decays of
         # features of keys, even zero ones, the first product is within a branch, which is ten times faster.
         p = replace(p, by_head=False, by_feature=True)
     places = places_of(x, p)
-    rows, columns, block = min(config.block_d, p.D_PAD), min(config.block_d, p.V_PAD), min(config.block_k, p.V_PAD)
+    rows, columns, block = min(config.block_k, p.D_PAD), min(config.block_k, p.V_PAD), min(config.block_v, p.V_PAD)
     kept = jax.ShapeDtypeStruct((p.B, p.chunks, p.H, p.D, p.V), jnp.bfloat16 if p.dtype == tl.bfloat16 else jnp.float32)
     states, states_dot, final_dot = _launch.launch(
         states_kernel,
@@ -49,7 +49,7 @@ def recurrence_jvp(
         *places[:3],
         out_type=(kept, kept, jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)),
         grid=p.B * p.sequences * p.H * triton.cdiv(p.D, rows) * triton.cdiv(p.V, columns),
-        config=KernelConfig(block_q=config.block_q, num_warps=WARPS, num_stages=1),
+        config=RecurrenceConfig(chunk_size=config.chunk_size, num_warps=WARPS, num_stages=1),
         p=p,
         ROWS=rows,
         COLUMNS=columns,

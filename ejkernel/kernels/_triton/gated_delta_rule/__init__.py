@@ -6,6 +6,7 @@ Triton and jax-triton are imported only when a kernel is first needed.
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands, Outputs
 from ejkernel.types import Target
+from ejkernel.types.recurrence import RecurrenceConfig
 
 
 def supports(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> str | None:
@@ -48,7 +49,7 @@ def _reason(operation: str, x: Operands, target: Target) -> str | None:
     return _launch.memory_refusal(least_memory(operation, x), target)
 
 
-_kernels = _launch.trio(__name__, "gated_delta_rule", GatedDeltaRuleSpec, Operands, Outputs)
+_kernels = _launch.trio(__name__, "gated_delta_rule", GatedDeltaRuleSpec, Operands, Outputs, RecurrenceConfig)
 
 gated_delta_rule = _kernels.forward("forward", supports)
 gated_delta_rule_jvp = _kernels.tangent("tangent", supports_jvp)

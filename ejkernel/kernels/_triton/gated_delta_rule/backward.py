@@ -16,7 +16,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._recurrence import tiles
 from ejkernel.kernels._triton._recurrence.problem import Places, Problem, places_of, zero_elsewhere
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands, Outputs
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import chunks
 from .chunks import Chunks
@@ -31,7 +31,7 @@ def gated_delta_rule_bwd(
     *,
     wrt: tuple[str, ...],
     spec: GatedDeltaRuleSpec,
-    config: KernelConfig,
+    config: RecurrenceConfig,
 ) -> tuple[jax.Array, ...]:
     """The cotangents of the operands named in `wrt`, in that order."""
     x, do = primals, cotangents.o
@@ -57,12 +57,12 @@ def cotangents_of_states(
     deltas: jax.Array | None,
     places: Places,
     p: Problem,
-    config: KernelConfig,
+    config: RecurrenceConfig,
 ) -> dict[str, jax.Array]:
     """dinitial_state [b,n,h,d,e] and dv [b,s,h,e]; in the dtype of products dstates [b,chunks,h,d,e], the cotangents of
     chunk states, and dx [b,s,h,e]; with deltas also the sums of dx ∘ delta over blocks of columns [blocks,b,s,h].
     """
-    columns, array = min(config.block_k, p.V_PAD), jax.ShapeDtypeStruct
+    columns, array = min(config.block_v, p.V_PAD), jax.ShapeDtypeStruct
     blocks = triton.cdiv(p.V, columns)
     types = dict(
         dinitial_state=array((p.B, p.sequences, p.H, p.D, p.V), jnp.float32),

@@ -31,7 +31,7 @@ from ejkernel.kernels._triton._recurrence.problem import Places, Problem, proble
 from ejkernel.primitives._recurrence import Operands as Recurrence
 from ejkernel.primitives._recurrence import RecurrenceSpec
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 
 NORM_EPSILON = tl.constexpr(1e-6)
 WARPS = 4
@@ -53,10 +53,10 @@ class Chunks(NamedTuple):
     inverse: Any = None
 
 
-def problem(x: Operands, spec: GatedDeltaRuleSpec, config: KernelConfig) -> Problem:
+def problem(x: Operands, spec: GatedDeltaRuleSpec, config: RecurrenceConfig) -> Problem:
     """The compile-time constants of a call: those of the linear recurrence with decays of heads."""
     of_decays = Recurrence(x.q, x.k, x.v, x.g, spans=x.spans)
-    return problem_of(of_decays, RecurrenceSpec(softmax_scale=spec.softmax_scale), config.block_q)
+    return problem_of(of_decays, RecurrenceSpec(softmax_scale=spec.softmax_scale), config.chunk_size)
 
 
 def kept_dtype(p: Problem) -> Any:
@@ -75,7 +75,7 @@ def pairs_type(p: Problem, dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def chunks_of(
-    x: Operands, spec: GatedDeltaRuleSpec, places: Places, p: Problem, config: KernelConfig, *, for_gradients: bool
+    x: Operands, spec: GatedDeltaRuleSpec, places: Places, p: Problem, config: RecurrenceConfig, *, for_gradients: bool
 ) -> Chunks:
     """The `Chunks` of a call."""
     rows, dtype = rows_type(p), kept_dtype(p)
@@ -96,7 +96,7 @@ def chunks_of(
             *(x.q, x.k, x.beta, x.g, *places[:4]),
             out_type=found,
             grid=p.B * p.chunks * p.H,
-            config=KernelConfig(block_q=config.block_q, num_warps=WARPS, num_stages=1),
+            config=RecurrenceConfig(chunk_size=config.chunk_size, num_warps=WARPS, num_stages=1),
             p=p,
             NORMALISED=spec.use_qk_l2norm,
             **({} if for_gradients else {"inverse": None}),

@@ -1,7 +1,7 @@
 """The configs of the kernels of the gated delta rule: the heuristic choice, and the space that tuning searches.
 
-block_q is the tokens of a chunk; block_k the columns of a state that a program keeps, num_warps and num_stages those of
-the programs that go from chunk to chunk.
+chunk_size is the tokens of a chunk; block_v the columns of a state that a program keeps, num_warps and num_stages those
+of the programs that go from chunk to chunk.
 """
 
 import numpy as np
@@ -9,10 +9,11 @@ import numpy as np
 from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.kernels._triton._recurrence.problem import padded
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands
-from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.recurrence import RecurrenceConfig
 
-# (block_q, block_k, num_warps, num_stages), the fastest on an H200 first. Two programs that are not pipelined share a
-# multiprocessor; where there are too few programs for that, those of the second table are faster.
+# (chunk_size, block_v, num_warps, num_stages), the fastest on an H200 first. Two programs that are not pipelined share
+# a multiprocessor; where there are too few programs for that, those of the second table are faster.
 FORWARD, BACKWARD = ((64, 64, 4, 1), (64, 64, 4, 3), (64, 32, 4, 2)), ((64, 64, 4, 1), (64, 64, 4, 2), (64, 32, 4, 2))
 TANGENT = ((64, 32, 4, 1), (32, 32, 4, 1))
 MANY = {"gated_delta_rule": FORWARD, "gated_delta_rule_bwd": BACKWARD, "gated_delta_rule_jvp": TANGENT}
@@ -26,7 +27,7 @@ WIDE = ((64, 32, 8, 1), (32, 32, 8, 1))  # for more than 128 features
 SMALL = ((16, 32, 8, 1), (16, 16, 8, 1))
 
 
-def space(operation: str, operands: Operands, spec: GatedDeltaRuleSpec, target: Target) -> list[KernelConfig]:
+def space(operation: str, operands: Operands, spec: GatedDeltaRuleSpec, target: Target) -> list[RecurrenceConfig]:
     """The configs worth measuring for a call (arrays or shapes), the most promising first."""
     limit = shared_memory_limit(target)
     fit = lambda listed: [c for c in (_config(*v) for v in listed) if shared_memory(operation, operands, c) <= limit]
@@ -47,13 +48,13 @@ def least_memory(operation: str, operands: Operands) -> int:
     return shared_memory(operation, operands, _config(*SMALL[-1]))
 
 
-def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
+def shared_memory(operation: str, operands: Operands, config: RecurrenceConfig) -> int:
     """Bytes of shared memory of the largest kernel.
 
     That of a chunk has q and k, and two tiles of pairs of rows in float32; one that goes from chunk to chunk, without
     stages, two tiles of rows and the state, and with them three tiles, one of columns, and one of pairs for each stage.
     """
-    c, d, e = config.block_q, padded(operands.q.shape[3]), min(config.block_k, padded(operands.v.shape[3]))
+    c, d, e = config.chunk_size, padded(operands.q.shape[3]), min(config.block_v, padded(operands.v.shape[3]))
     size = 2 if operands.q.dtype == np.dtype("bfloat16") else 4
     staged = 2 * c * d if config.num_stages == 1 else (3 * c * d + c * e + c * c) * config.num_stages
     if operation == "gated_delta_rule_jvp":
@@ -61,10 +62,10 @@ def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> i
     return max(2 * c * d * size + 8 * c * c, (staged + d * e) * size)
 
 
-def _config(block_q, block_k, num_warps, num_stages) -> KernelConfig:
-    return KernelConfig(
-        block_q=block_q,
-        block_k=block_k,
+def _config(chunk_size, block_v, num_warps, num_stages) -> RecurrenceConfig:
+    return RecurrenceConfig(
+        chunk_size=chunk_size,
+        block_v=block_v,
         num_warps=num_warps,
         num_stages=num_stages,
         platform=Platform.TRITON,

@@ -14,13 +14,13 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._recurrence import tiles
 from ejkernel.kernels._triton._recurrence.problem import Places, Problem, places_of, zero_elsewhere
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands, Outputs
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import chunks
 from .chunks import Chunks
 
 
-def gated_delta_rule(*operands, spec=GatedDeltaRuleSpec(), config=KernelConfig()) -> Outputs:
+def gated_delta_rule(*operands, spec=GatedDeltaRuleSpec(), config=RecurrenceConfig()) -> Outputs:
     """o and the final state."""
     x = Operands(*operands)
     p = chunks.problem(x, spec, config)
@@ -33,7 +33,7 @@ def gated_delta_rule(*operands, spec=GatedDeltaRuleSpec(), config=KernelConfig()
 
 
 def states_and_deltas(
-    x: Operands, of: Chunks, places: Places, p: Problem, config: KernelConfig
+    x: Operands, of: Chunks, places: Places, p: Problem, config: RecurrenceConfig
 ) -> dict[str, jax.Array]:
     """The states before chunks [b,chunks,h,d,e] and deltas v − k_since K h [b,s,h,e], in the dtype of products."""
     states = jax.ShapeDtypeStruct((p.B, p.chunks, p.H, p.D, p.V), chunks.kept_dtype(p))
@@ -42,10 +42,10 @@ def states_and_deltas(
 
 
 def _pass_over(
-    x: Operands, of: Chunks, types: dict, places: Places, p: Problem, config: KernelConfig
+    x: Operands, of: Chunks, types: dict, places: Places, p: Problem, config: RecurrenceConfig
 ) -> dict[str, jax.Array]:
     """Runs forward_kernel for the results named in `types`."""
-    columns = min(config.block_k, p.V_PAD)
+    columns = min(config.block_v, p.V_PAD)
     of_outputs = (x.q, of.q_since, of.x_to_o) if "o" in types else (None, None, None)
     return _launch.launch(
         forward_kernel,

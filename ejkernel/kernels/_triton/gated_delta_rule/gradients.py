@@ -28,7 +28,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._recurrence import tiles
 from ejkernel.kernels._triton._recurrence.problem import Places, Problem
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import chunks
 from .chunks import Chunks
@@ -42,11 +42,11 @@ def columns_of(p: Problem) -> int:
     return min(64 if p.dtype == tl.bfloat16 else 32, p.V_PAD)
 
 
-def in_parallel(p: Problem, num_stages: int) -> KernelConfig:
+def in_parallel(p: Problem, num_stages: int) -> RecurrenceConfig:
     """How the kernels of single chunks run, whatever is best for those that go from chunk to chunk."""
     half = p.dtype == tl.bfloat16
-    return KernelConfig(
-        block_q=p.C, num_warps=4 if half and p.D_PAD <= 128 else 8, num_stages=num_stages if half else 1
+    return RecurrenceConfig(
+        chunk_size=p.C, num_warps=4 if half and p.D_PAD <= 128 else 8, num_stages=num_stages if half else 1
     )
 
 

@@ -23,7 +23,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._recurrence import pairs, tiles
 from ejkernel.kernels._triton._recurrence.problem import Places, Problem, places_of, zero_elsewhere
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands, Outputs
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import chunks
 from .chunks import Chunks
@@ -44,7 +44,7 @@ class ChunkTangents(NamedTuple):
 
 
 def gated_delta_rule_jvp(
-    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: GatedDeltaRuleSpec, config: KernelConfig
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: GatedDeltaRuleSpec, config: RecurrenceConfig
 ) -> Outputs:
     """The tangents of o and the final state; a tangent of None is zero."""
     x = primals
@@ -58,7 +58,7 @@ def gated_delta_rule_jvp(
     places = places_of(x, p)
     of = chunks.chunks_of(x, spec, places, p, config, for_gradients=True)
     of_dot = _chunk_tangents(x, dot, of, places, p, spec, config)
-    columns = min(config.block_k, p.V_PAD)
+    columns = min(config.block_v, p.V_PAD)
     o_dot, final_dot = _launch.launch(
         tangent_kernel,
         *(x.q, x.k, x.v, x.beta, of.k_since, of.q_since, of.total, of.x_to_o, of.x_to_state, of.inverse),
@@ -76,7 +76,13 @@ def gated_delta_rule_jvp(
 
 
 def _chunk_tangents(
-    x: Operands, dot: Operands, of: Chunks, places: Places, p: Problem, spec: GatedDeltaRuleSpec, config: KernelConfig
+    x: Operands,
+    dot: Operands,
+    of: Chunks,
+    places: Places,
+    p: Problem,
+    spec: GatedDeltaRuleSpec,
+    config: RecurrenceConfig,
 ) -> ChunkTangents:
     rows_type, pairs_type = of.x_to_state, of.x_to_o
     return _launch.launch(
@@ -88,7 +94,7 @@ def _chunk_tangents(
             ChunkTangents(rows_type, rows_type, rows_type, pairs_type, pairs_type, of.total),
         ),
         grid=p.B * p.chunks * p.H,
-        config=KernelConfig(block_q=config.block_q, num_warps=config.num_warps, num_stages=1),
+        config=RecurrenceConfig(chunk_size=config.chunk_size, num_warps=config.num_warps, num_stages=1),
         p=p,
         NORMALISED=spec.use_qk_l2norm,
     )

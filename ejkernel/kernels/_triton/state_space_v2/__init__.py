@@ -7,6 +7,7 @@ from ejkernel.kernels._state_space_v2 import refusal
 from ejkernel.kernels._triton import _launch, _recurrence
 from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
 from ejkernel.types import Target
+from ejkernel.types.recurrence import RecurrenceConfig
 
 
 def supports(spec: StateSpaceSpec, operands: Operands, target: Target) -> str | None:
@@ -14,7 +15,7 @@ def supports(spec: StateSpaceSpec, operands: Operands, target: Target) -> str | 
     return refusal(_recurrence.supports, operands, target)
 
 
-_kernels = _launch.trio(__name__, "state_space_v2", StateSpaceSpec, Operands, Outputs)
+_kernels = _launch.trio(__name__, "state_space_v2", StateSpaceSpec, Operands, Outputs, RecurrenceConfig)
 
 state_space_v2 = _kernels.forward("kernels", supports, ("fused_chunks", "chunks", "steps"))
 state_space_v2_jvp = _kernels.tangent("kernels", supports, ("chunks",))

@@ -2,7 +2,8 @@
 
 Of such a config an operation takes `platform`, and `fwd_params` and `bwd_params` where they are given. The backend is
 that of the device, whatever a config says. Its other numbers are those of the kernels of 0.0.78: the Executor chooses
-them here. A config of this library's kernels is a `KernelConfig` or a mapping of its fields, as `cfg=` too.
+them here. A config of this library's kernels is one of the operation's `config_class` or a mapping of its fields, as
+`cfg=` too.
 """
 
 import json

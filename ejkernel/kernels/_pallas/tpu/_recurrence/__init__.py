@@ -3,10 +3,15 @@
 Pallas is imported only when a kernel is first needed.
 """
 
+from functools import partial
+
 from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._pallas.tpu import SMEM_BYTES, refuses
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.recurrence import RecurrenceConfig
+
+REFUSES = partial(refuses, blocks=("chunk_size", "subchunk_size"))
 
 
 def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | None:
@@ -40,7 +45,8 @@ _kernels = KernelTrio(
     Platform.PALLAS,
     Backend.TPU,
     priority=100,
-    refuses=refuses,
+    config=RecurrenceConfig,
+    refuses=REFUSES,
 )
 
 recurrence = _kernels.forward("kernels", supports)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 from ejkernel.xla_utils.sums import exact_sum
 
 from .block import Tokens, block
@@ -87,7 +87,7 @@ def _first_and_last(plan: Plan, table: Any, back: bool = False) -> tuple[Any, An
 # --- Forward ----------------------------------------------------------------------------------------------------------
 
 
-def recurrence(*operands: Array | None, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
+def recurrence(*operands: Array | None, spec: RecurrenceSpec, config: RecurrenceConfig) -> Outputs:
     """o and the final state."""
     x = Operands(*operands)
     size = plan(x, spec, config)
@@ -138,7 +138,7 @@ def _forward_kernel(plan, table, tokens, first, o, last, states, state):
 
 
 def recurrence_jvp(
-    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: RecurrenceSpec, config: KernelConfig
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: RecurrenceSpec, config: RecurrenceConfig
 ) -> Outputs:
     """The tangents of o and the final state."""
     x, dx = primals, tangents
@@ -190,7 +190,7 @@ def recurrence_bwd(
     *,
     wrt: tuple[str, ...],
     spec: RecurrenceSpec,
-    config: KernelConfig,
+    config: RecurrenceConfig,
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in `wrt`, in that order."""
     x = primals

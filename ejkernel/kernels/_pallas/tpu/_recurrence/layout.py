@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
-from ejkernel.types import KernelConfig
+from ejkernel.types.recurrence import RecurrenceConfig
 
 from .._work_list import largest_block
 
@@ -102,13 +102,13 @@ class Plan(NamedTuple):
         return jax.ShapeDtypeStruct((self.b, self.h, self.count, self.e, self.d), jnp.float32)
 
 
-def plan(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Plan:
+def plan(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig) -> Plan:
     """The `Plan` of a call; the heads of the state may share keys, and queries or values."""
     (b, s, _, d), e, h = x.q.shape, x.v.shape[3], max(x.q.shape[2], x.v.shape[2])
     packed, n = (0, 1) if x.spans is None else x.spans.shape[:2]
     part = e if e <= MOST_FEATURES else largest_block(e, MOST_FEATURES)
-    size = min(config.block_k, config.block_q)
-    chunk = config.block_q // size * size
+    size = min(config.subchunk_size, config.chunk_size)
+    chunk = config.chunk_size // size * size
     return Plan(b, h, s, d, e, part, n, packed, chunk, size, spec.softmax_scale, spec.reverse)
 
 

@@ -4,10 +4,11 @@ Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
-from ejkernel.kernels._pallas.tpu import _recurrence, refuses
+from ejkernel.kernels._pallas.tpu import _recurrence
 from ejkernel.kernels._state_space_v2 import refusal
 from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
 from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.recurrence import RecurrenceConfig
 
 
 def supports(spec: StateSpaceSpec, operands: Operands, target: Target) -> str | None:
@@ -24,7 +25,8 @@ _kernels = KernelTrio(
     Platform.PALLAS,
     Backend.TPU,
     priority=100,
-    refuses=refuses,
+    config=RecurrenceConfig,
+    refuses=_recurrence.REFUSES,
 )
 
 state_space_v2 = _kernels.forward("kernels", supports)
