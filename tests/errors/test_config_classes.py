@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import pytest
 
-import ejkernel  # noqa: F401
+import ejkernel
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import OPERATIONS, types_of_call
 from ejkernel.types import FwdParams, KernelConfig, checked_config
@@ -43,3 +43,12 @@ def test_an_implementation_takes_it_where_its_operation_does(operation):
         return
     with pytest.raises(TypeError, match=r"\(xla\): config is a KernelConfig; it must be a PageAttentionConfig"):
         jax.eval_shape(call, x)
+
+
+@pytest.mark.parametrize("operation, name", [("grouped_matmul", "GroupedMatmulConfig")])
+def test_a_class_of_the_same_name_is_told_apart(operation, name):
+    """`ejkernel.modules` has the configs of 0.0.78, which the lax API does not take."""
+    config, place = getattr(ejkernel.modules, name)(), "ejkernel.modules.operations.configs"
+    says = f"config is a {name} of {place}; it must be a {name} of ejkernel.types.{operation} or a mapping"
+    with pytest.raises(TypeError, match=says):
+        getattr(ejkernel.lax, operation)(**OPERATIONS[operation].example(), config=config)

@@ -125,7 +125,7 @@ def test_geforce_gets_the_configs_of_gpus_without_hoppers_matrix_units():
         assert _launch.shared_memory_limit(Target("cuda", kind)) == 99 * 1024
         assert of("flash_attention", kind) == of("flash_attention", "NVIDIA L4")
         config = of("grouped_matmul", kind)
-        assert (config.block_q, config.block_k, config.block_d, config.num_warps, config.num_stages) == OLDER[0]
+        assert (config.block_m, config.block_n, config.block_k, config.num_warps, config.num_stages) == OLDER[0]
     assert of("grouped_matmul", "NVIDIA GB300") == of("grouped_matmul", "NVIDIA H200") != config
     limits = {kind: _launch.shared_memory_limit(Target("cuda", kind)) >> 10 for kind in ("Orin", "GB300", "Thor", "A2")}
     assert limits == {"Orin": 163, "GB300": 227, "Thor": 227, "A2": 99}

@@ -8,12 +8,12 @@ import pytest
 from cases import CASES, Operand
 
 from ejkernel.kernels._pallas.tpu._work_list import count_of, item_at, most_work_items, work_list
-from ejkernel.types import KernelConfig
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 
 from . import against_xla
 from .tpu_interpreter import interpreted
 
-CONFIG = KernelConfig(block_q=8, block_k=128, block_d=128)
+CONFIG = GroupedMatmulConfig(block_m=8, block_n=128, block_k=128)
 QUICK = ("uneven", "none")  # the others take the interpreter half a minute each
 OURS = [case for case in CASES if case.operation == "grouped_matmul"]
 

@@ -8,7 +8,7 @@ import pytest
 from cases import CASES, Operand
 from cases.grouped_matmul import beyond_32_bits
 
-from ejkernel.types import KernelConfig
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
@@ -16,7 +16,7 @@ from ejkernel.kernels._triton.grouped_matmul import forward  # noqa: E402
 
 from . import against_xla, interpreter  # noqa: E402
 
-CONFIG = KernelConfig(block_q=16, block_k=16, block_d=16)
+CONFIG = GroupedMatmulConfig(block_m=16, block_n=16, block_k=16)
 OURS = [case for case in CASES if case.operation == "grouped_matmul"]
 
 

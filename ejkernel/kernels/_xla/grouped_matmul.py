@@ -21,7 +21,8 @@ import numpy as np
 from jax import Array, lax
 
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs, result_dtype
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import Target
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 from ejkernel.xla_utils.groups import RowTiles, group_bounds, row_tiles
 from ejkernel.xla_utils.symbolic import at_most
 
@@ -56,17 +57,17 @@ def reference(*operands, spec=GroupedMatmulSpec()) -> Outputs:
 # --- Configs ---------------------------------------------------------------------------------------------------------
 
 
-def heuristic(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> KernelConfig:
+def heuristic(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> GroupedMatmulConfig:
     """Tiles of as many rows as a group has on average, from 16 to 512."""
     rows = operands.lhs.shape[1] // max(1, operands.rhs.shape[1])
-    return KernelConfig(block_q=min(512, max(16, 2 ** math.ceil(math.log2(max(1, rows))))))
+    return GroupedMatmulConfig(block_m=min(512, max(16, 2 ** math.ceil(math.log2(max(1, rows))))))
 
 
-def space(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+def space(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> list[GroupedMatmulConfig]:
     """Tiles of 64 to 512 rows; on a CPU, where timing them costs more than it can save, those of the heuristic."""
     if target.platform == "cpu":
         return [heuristic(spec, operands, target)]
-    return [KernelConfig(block_q=size) for size in (64, 128, 256, 512)]
+    return [GroupedMatmulConfig(block_m=size) for size in (64, 128, 256, 512)]
 
 
 # --- Implementations -------------------------------------------------------------------------------------------------
@@ -76,7 +77,9 @@ def space(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> list[K
 @configured_by(heuristic, space)
 @partial(jax.jit, static_argnames=("spec", "config"))
 def grouped_matmul(
-    *operands: Array | None, spec: GroupedMatmulSpec = GroupedMatmulSpec(), config: KernelConfig = KernelConfig()
+    *operands: Array | None,
+    spec: GroupedMatmulSpec = GroupedMatmulSpec(),
+    config: GroupedMatmulConfig = GroupedMatmulConfig(),
 ) -> Outputs:
     """o, tile by tile."""
     x = Operands(*operands)
@@ -97,7 +100,7 @@ def grouped_matmul_jvp(
     tangents: Operands,
     *,
     spec: GroupedMatmulSpec = GroupedMatmulSpec(),
-    config: KernelConfig = KernelConfig(),
+    config: GroupedMatmulConfig = GroupedMatmulConfig(),
 ) -> Outputs:
     """The tangent of o; a tangent of None is zero."""
     x, dx = primals, tangents
@@ -127,7 +130,7 @@ def grouped_matmul_bwd(
     *,
     wrt: tuple[str, ...],
     spec: GroupedMatmulSpec = GroupedMatmulSpec(),
-    config: KernelConfig = KernelConfig(),
+    config: GroupedMatmulConfig = GroupedMatmulConfig(),
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt."""
     x, do = primals, cotangents.o
@@ -168,12 +171,12 @@ def _sum_groups(x: Operands, do: Array, wrt: tuple[str, ...], tiles: RowTiles) -
 # --- Tiles -----------------------------------------------------------------------------------------------------------
 
 
-def _tiles_of(x: Operands, config: KernelConfig) -> RowTiles:
+def _tiles_of(x: Operands, config: GroupedMatmulConfig) -> RowTiles:
     """The tiles of every batch."""
     (b, m, _), e = x.lhs.shape, x.rhs.shape[1]
     bounds = group_bounds(x.group_sizes, x.group_offset, e, m)
     bounds = jnp.broadcast_to(bounds, (b, e + 1))
-    return row_tiles(bounds[:, :-1], bounds[:, 1:], m, max(1, at_most(config.block_q, m)))
+    return row_tiles(bounds[:, :-1], bounds[:, 1:], m, max(1, at_most(config.block_m, m)))
 
 
 def _inside(tiles: RowTiles) -> Array:

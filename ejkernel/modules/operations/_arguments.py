@@ -205,7 +205,12 @@ def _one_config(
             raise value_error(operation, f"config has no field {', '.join(unknown)}; the fields are {sorted(known)}")
         config = of(**config)
     elif not isinstance(config, OperationConfig | FwdParams | BwdParams):
-        raise type_error(operation, f"config is {a_type(config)}; it must be a {of.__name__} or a mapping")
+        which, where = "", ""
+        if type(config).__name__ == of.__name__:  # of another module, as ejkernel.modules.operations.configs
+            which, where = f" of {type(config).__module__}", f" of {of.__module__}"
+        raise type_error(
+            operation, f"config is {a_type(config)}{which}; it must be a {of.__name__}{where} or a mapping"
+        )
     return checked_config(operation, config, of, short)
 
 

@@ -13,6 +13,7 @@ from ...errors import shown, type_error, value_error
 from ...ops.utils.operands import is_array, random_like
 from ...primitives.grouped_matmul import GroupedMatmulSpec, Operands
 from ...primitives.grouped_matmul import grouped_matmul as algorithm
+from ...types.grouped_matmul import GroupedMatmulConfig
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_dtype, require_known, require_rank, static_bool
 
@@ -185,6 +186,7 @@ class GroupedMatmul(Operation):
     """A product with one matrix for each group of rows: `ejkernel.lax.grouped_matmul` as a kernel object."""
 
     algorithm = algorithm
+    config_class = GroupedMatmulConfig
     prepare_arguments = staticmethod(grouped_matmul_arguments)
 
     @classmethod

@@ -34,7 +34,7 @@ def programs(draw, sizes):
     if chance(draw, 50):
         options["preferred_element_type"] = pick(draw, "float32", "bfloat16", "float16")
     if sizes.configs and chance(draw, 15):
-        options["config"] = dict(block_q=pick(draw, 8, 16, 33), block_k=pick(draw, 8, 16))
+        options["config"] = dict(block_m=pick(draw, 8, 16, 33), block_n=pick(draw, 8, 16))
     return operands, size, options, dtypes
 
 

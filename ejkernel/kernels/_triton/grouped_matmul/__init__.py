@@ -7,6 +7,7 @@ from ejkernel.kernels._grouped_matmul import scale_varies_alone
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import Target
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 
 LARGEST = 4096
 """Groups whose sizes a program keeps in registers."""
@@ -33,7 +34,7 @@ def supports_bwd(spec: GroupedMatmulSpec, operands: Operands, target: Target) ->
     return scale_varies_alone(operands) or supports(spec, operands, target)
 
 
-_kernels = _launch.trio(__name__, "grouped_matmul", GroupedMatmulSpec, Operands, Outputs)
+_kernels = _launch.trio(__name__, "grouped_matmul", GroupedMatmulSpec, Operands, Outputs, GroupedMatmulConfig)
 
 grouped_matmul = _kernels.forward("forward", supports)
 grouped_matmul_jvp = _kernels.tangent("forward", supports)

@@ -15,7 +15,7 @@ import triton.language as tl
 from ejkernel.kernels._grouped_matmul import outside, scale_cotangent
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
-from ejkernel.types import KernelConfig
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 
 from . import tiles
 from .forward import BAND, multiply
@@ -29,7 +29,7 @@ def grouped_matmul_bwd(
     *,
     wrt: tuple[str, ...],
     spec: GroupedMatmulSpec,
-    config: KernelConfig,
+    config: GroupedMatmulConfig,
 ) -> tuple:
     """The cotangents of the operands that `wrt` names, in that order."""
     x, do, found = primals, cotangents.o, {}
@@ -48,12 +48,12 @@ def grouped_matmul_bwd(
     return tuple(found[name].astype(getattr(primals, name).dtype) for name in wrt)
 
 
-def _matrices(x: Operands, do: jax.Array, dtype, spec: GroupedMatmulSpec, config: KernelConfig) -> jax.Array:
+def _matrices(x: Operands, do: jax.Array, dtype, spec: GroupedMatmulSpec, config: GroupedMatmulConfig) -> jax.Array:
     """drhs [b?, e, k, n]."""
     problem = problem_of(x, dtype, spec.transpose_rhs)
     shape = jax.eval_shape(lambda rhs: in_memory(rhs, problem.transposed), x.rhs).shape
     lhs, do = x.lhs.reshape(-1, problem.K), do.reshape(-1, problem.N)
-    rows, columns, depth = config.block_q, config.block_k, config.block_d
+    rows, columns, depth = config.block_m, config.block_n, config.block_k
     if problem.described:
         lhs, do = _launch.described(lhs, (depth, rows)), _launch.described(do, (depth, columns))
     drhs = _launch.launch(

@@ -1,6 +1,6 @@
 """Which configs the kernels of grouped_matmul are run with: one by heuristics, and the space that tuning searches.
 
-block_q is the rows of a tile of the result, block_k its columns, block_d how much is multiplied at a time. The large
+block_m is the rows of a tile of the result, block_n its columns, block_k how much is multiplied at a time. The large
 tiles are for many rows a group, where the tensor cores are what limits; the small ones for few, where reading the
 matrices does.
 """
@@ -9,9 +9,10 @@ import numpy as np
 
 from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands
-from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 
-# (block_q, block_k, block_d, num_warps, num_stages)
+# (block_m, block_n, block_k, num_warps, num_stages)
 LARGE = ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4))
 BACKWARD_LARGE = ((128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 32, 4, 6))
 BACKWARD = ((128, 128, 64, 4, 3), (128, 128, 32, 4, 6), (128, 256, 64, 8, 4))
@@ -28,15 +29,15 @@ OLDER = ((128, 128, 32, 4, 3), (64, 128, 32, 4, 3))
 SMALLEST = (16, 32, 32, 4, 1)  # where none of a list fits into the shared memory of the target
 
 
-def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: Target) -> list[KernelConfig]:
+def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: Target) -> list[GroupedMatmulConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     candidates, limit = _candidates(operation, operands, spec, target), shared_memory_limit(target)
     fitting = [sizes for sizes in candidates if tiles_memory(operands, *sizes) <= limit] or [SMALLEST]
     return [
-        KernelConfig(
-            block_q=rows,
-            block_k=columns,
-            block_d=depth,
+        GroupedMatmulConfig(
+            block_m=rows,
+            block_n=columns,
+            block_k=depth,
             num_warps=warps,
             num_stages=stages,
             platform=Platform.TRITON,
@@ -46,9 +47,9 @@ def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: T
     ]
 
 
-def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
+def shared_memory(operation: str, operands: Operands, config: GroupedMatmulConfig) -> int:
     """`tiles_memory` of a config, the same for every product."""
-    sizes = (config.block_q, config.block_k, config.block_d, config.num_warps, config.num_stages)
+    sizes = (config.block_m, config.block_n, config.block_k, config.num_warps, config.num_stages)
     return tiles_memory(operands, *sizes)
 
 

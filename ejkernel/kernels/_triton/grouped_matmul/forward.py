@@ -12,7 +12,7 @@ import triton.language as tl
 from ejkernel.kernels._grouped_matmul import tangent
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs, result_dtype
-from ejkernel.types import KernelConfig
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 
 from . import tiles
 from .problem import Problem, in_memory, problem_of
@@ -21,7 +21,7 @@ BAND = 8
 """Rows of tiles that are computed for a column of tiles before the next column (threadblock swizzle)."""
 
 
-def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> Outputs:
+def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: GroupedMatmulConfig) -> Outputs:
     """The product o, by the Triton kernel."""
     x = Operands(*operands)
     dtype = result_dtype(x.lhs.dtype, spec)
@@ -29,7 +29,7 @@ def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> 
 
 
 def grouped_matmul_jvp(
-    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: GroupedMatmulSpec, config: KernelConfig
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: GroupedMatmulSpec, config: GroupedMatmulConfig
 ) -> Outputs:
     """The tangent of o."""
     dtype = result_dtype(primals.lhs.dtype, spec)
@@ -37,9 +37,9 @@ def grouped_matmul_jvp(
     return Outputs(tangent(primals, tangents, product, dtype))
 
 
-def multiply(x: Operands, problem: Problem, dtype, config: KernelConfig) -> jax.Array:
+def multiply(x: Operands, problem: Problem, dtype, config: GroupedMatmulConfig) -> jax.Array:
     """x.lhs · x.rhs by groups; `problem` says how rhs lies in memory, and whose the scale is."""
-    rows, columns, depth = config.block_q, config.block_k, config.block_d
+    rows, columns, depth = config.block_m, config.block_n, config.block_k
     lhs, rhs = x.lhs.reshape(-1, problem.K), in_memory(x.rhs, problem.transposed)
     rhs = rhs.reshape(-1, *rhs.shape[2:])
     if problem.described:
@@ -67,12 +67,12 @@ def multiply(x: Operands, problem: Problem, dtype, config: KernelConfig) -> jax.
     )
 
 
-def residents(problem: Problem, config: KernelConfig) -> int:
+def residents(problem: Problem, config: GroupedMatmulConfig) -> int:
     """Programs that a multiprocessor holds at a time: two fill it where each has but one tensor core's warps, and three
     where they are small."""
     if config.num_warps > 4:
         return 1
-    return 3 if problem.narrow and config.block_q < 64 else 2
+    return 3 if problem.narrow and config.block_m < 64 else 2
 
 
 @triton.jit

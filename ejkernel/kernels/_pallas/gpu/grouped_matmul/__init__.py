@@ -8,6 +8,7 @@ from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 
 from .._supports import refuses_given, refuses_target
 from . import configs
@@ -43,6 +44,7 @@ _kernels = KernelTrio(
     Platform.PALLAS,
     Backend.GPU,
     priority=200,
+    config=GroupedMatmulConfig,
     refuses=configs.refuses,
     custom_calls=kernel_registry.find("grouped_matmul", Platform.TRITON, Backend.GPU).implementation.custom_calls,
 )

@@ -13,7 +13,7 @@ from ejkernel.kernels._dispatch import select
 from ejkernel.kernels._grouped_matmul import outside
 from ejkernel.kernels._target import gpu_target
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
-from ejkernel.types import KernelConfig
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 from ejkernel.xla_utils.groups import group_bounds
 
 from .matrices import Plan, multiply_groups
@@ -26,7 +26,7 @@ def grouped_matmul_bwd(
     *,
     wrt: tuple[str, ...],
     spec: GroupedMatmulSpec,
-    config: KernelConfig,
+    config: GroupedMatmulConfig,
 ) -> tuple[Array, ...]:
     """The cotangents of the operands that `wrt` names, in that order."""
     x, do, found = primals, cotangents.o, {}
@@ -48,7 +48,7 @@ def _rows(x: Operands, do: Array, spec: GroupedMatmulSpec) -> Array:
     return forward(*product, spec=spec, config=forward.heuristic(spec, product, gpu_target())).o
 
 
-def _matrices(x: Operands, do: Array, spec: GroupedMatmulSpec, config: KernelConfig) -> Array:
+def _matrices(x: Operands, do: Array, spec: GroupedMatmulSpec, config: GroupedMatmulConfig) -> Array:
     """drhs [b, e, k, n], computed in the memory order of rhs: transposed if rhs is."""
     (b, m, _), e = x.lhs.shape, x.rhs.shape[1]
     bounds = jnp.broadcast_to(group_bounds(x.group_sizes, x.group_offset, e, m), (b, e + 1))
@@ -59,8 +59,8 @@ def _matrices(x: Operands, do: Array, spec: GroupedMatmulSpec, config: KernelCon
         groups=b * e,
         rows=rows.shape[1],
         columns=columns.shape[1],
-        block_columns=config.block_k,
-        depth=config.block_d,
+        block_columns=config.block_n,
+        depth=config.block_k,
         stages=config.num_stages,
         dtype=np.dtype(do.dtype),
     )

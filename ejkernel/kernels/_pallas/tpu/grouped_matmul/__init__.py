@@ -3,11 +3,14 @@
 Pallas is imported only when a kernel is first needed.
 """
 
+from functools import partial
+
 from ejkernel.kernels._grouped_matmul import scale_varies_alone
 from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._pallas.tpu import SMEM_BYTES, refuses
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 
 
 def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str | None:
@@ -47,7 +50,8 @@ _kernels = KernelTrio(
     Platform.PALLAS,
     Backend.TPU,
     priority=100,
-    refuses=refuses,
+    config=GroupedMatmulConfig,
+    refuses=partial(refuses, blocks=("block_m", "block_n")),
 )
 
 grouped_matmul = _kernels.forward("forward", supports)

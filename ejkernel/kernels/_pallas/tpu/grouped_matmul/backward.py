@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels._grouped_matmul import outside, scale_cotangent
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
-from ejkernel.types import KernelConfig
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 from ejkernel.xla_utils.groups import group_bounds
 
 from .._work_list import (
@@ -39,7 +39,7 @@ def grouped_matmul_bwd(
     *,
     wrt: tuple[str, ...],
     spec: GroupedMatmulSpec,
-    config: KernelConfig,
+    config: GroupedMatmulConfig,
 ) -> tuple[jax.Array, ...]:
     """The cotangents of the operands named in `wrt`, in that order."""
     x, do, found = primals, cotangents.o, {}
@@ -57,10 +57,12 @@ def grouped_matmul_bwd(
     return tuple(found[name].astype(getattr(primals, name).dtype) for name in wrt)
 
 
-def _matrices(x: Operands, do: jax.Array, dtype: Any, spec: GroupedMatmulSpec, config: KernelConfig) -> jax.Array:
+def _matrices(
+    x: Operands, do: jax.Array, dtype: Any, spec: GroupedMatmulSpec, config: GroupedMatmulConfig
+) -> jax.Array:
     """drhs [b?, e, k, n]."""
     (b, m, k), (own, e, _, n), transposed = x.lhs.shape, x.rhs.shape, spec.transpose_rhs
-    rows, depth, columns = config.block_q, largest_block(k, config.block_d), largest_block(n, config.block_k)
+    rows, depth, columns = config.block_m, largest_block(k, config.block_k), largest_block(n, config.block_n)
     count = b * most_work_items(m, rows, e)
     items = _work_list(x, rows, count)
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels._grouped_matmul import tangent
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs, result_dtype
-from ejkernel.types import KernelConfig
+from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 from ejkernel.xla_utils.groups import group_bounds
 
 from .._work_list import (
@@ -32,14 +32,14 @@ from .._work_list import (
 VMEM_BYTES = 56 * 2**20
 
 
-def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> Outputs:
+def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: GroupedMatmulConfig) -> Outputs:
     """o, the rows of each group times its matrix."""
     x = Operands(*operands)
     return Outputs(multiply(x, spec.transpose_rhs, result_dtype(x.lhs.dtype, spec), config))
 
 
 def grouped_matmul_jvp(
-    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: GroupedMatmulSpec, config: KernelConfig
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: GroupedMatmulSpec, config: GroupedMatmulConfig
 ) -> Outputs:
     """The tangent of o."""
     product = lambda x, dtype: multiply(x, spec.transpose_rhs, dtype, config)
@@ -47,11 +47,11 @@ def grouped_matmul_jvp(
 
 
 def multiply(
-    x: Operands, transposed: bool, dtype: Any, config: KernelConfig, scaled_features: bool = False
+    x: Operands, transposed: bool, dtype: Any, config: GroupedMatmulConfig, scaled_features: bool = False
 ) -> jax.Array:
     """x.lhs · x.rhs by groups; the matrices are stored as [n, k] if `transposed`."""
     (b, m, k), (_, e, _, n) = x.lhs.shape, x.rhs.shape
-    rows, columns, depth = config.block_q, largest_block(n, config.block_k), largest_block(k, config.block_d)
+    rows, columns, depth = config.block_m, largest_block(n, config.block_n), largest_block(k, config.block_k)
     rhs = x.rhs.swapaxes(2, 3) if transposed else x.rhs
     bounds = jnp.broadcast_to(group_bounds(x.group_sizes, x.group_offset, e, m), (b, e + 1))
     items = work_list_of_all_tiles(bounds, m, rows)
