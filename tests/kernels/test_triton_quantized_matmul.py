@@ -4,7 +4,7 @@ import pytest
 from cases import Operand
 from cases.quantized_matmul import case, codes, middle, positive
 
-from ejkernel.types import KernelConfig
+from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
@@ -52,5 +52,5 @@ def test_in_the_interpreter(of, parts, monkeypatch):
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     monkeypatch.setattr(kernels, "_takes_ptx", lambda: False)
     monkeypatch.setattr(kernels, "_parts", lambda tiles, steps: min(parts, steps))
-    config = KernelConfig(16, 32, 16)
+    config = QuantizedMatmulConfig(16, 32, 16)
     against_xla.check(of, against_xla.prepared(of), "triton", "gpu", config)

@@ -41,7 +41,7 @@ def test_blocks_that_do_not_divide_the_columns(call, columns):
     """Seven groups in blocks of 1, 3, 6 and all, or 112 columns in blocks of 1, 48, 96 and all."""
     transpose, x, packed, dense = call
     f = lambda x, *packed: ejkernel.lax.quantized_matmul(
-        x, *packed, **OF, transpose=transpose, config=dict(block_k=columns)
+        x, *packed, **OF, transpose=transpose, config=dict(block_n=columns)
     )
     close(jax.jit(f)(x, *packed), np.asarray(x, np.float64) @ dense)
     loss = lambda x, scales, zeros: (f(x, packed[0], scales, zeros) ** 2).sum()
@@ -73,7 +73,7 @@ def test_the_matrix_never_exists_as_a_whole(transpose, derivative):
         jax.ShapeDtypeStruct((2048, 256), jnp.uint32),
         *[jax.ShapeDtypeStruct((2048, 32), jnp.float32)] * 2,
     )
-    config = (dict(block_k=128),) * 2  # of the forward, and of the backward
+    config = (dict(block_n=128),) * 2  # of the forward, and of the backward
     f = lambda *a: ejkernel.lax.quantized_matmul(*a, transpose=transpose, config=config)
     loss = lambda *a: (f(*a) ** 2).sum()
     second = lambda x, *a: jax.grad(lambda x: (jax.grad(loss)(x, *a) ** 2).sum())(x)
@@ -86,7 +86,7 @@ def test_the_matrix_never_exists_as_a_whole(transpose, derivative):
 def test_the_loop_over_blocks_has_its_shifts_as_constants_and_decoded_scales(mode):
     """Shifts carried through the loop would prevent vectorisation; scales are decoded before it."""
     packed = quantization.prepack_quantized_weights(random(64, 1024), transpose=False, mode=mode)
-    f = partial(ejkernel.lax.quantized_matmul, mode=mode, config=dict(block_k=128))
+    f = partial(ejkernel.lax.quantized_matmul, mode=mode, config=dict(block_n=128))
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in packed if a is not None]
     hlo = jax.jit(f).lower(jax.ShapeDtypeStruct((8, 64), jnp.float32), *types).compile().as_text()
     carried = re.findall(r"= (u\d+)\[([\d,]*)\]\S* get-tuple-element", hlo)

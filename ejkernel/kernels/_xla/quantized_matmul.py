@@ -23,7 +23,8 @@ from jax import Array, lax
 from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMatmulSpec
 from ejkernel.quantization._formats import scales_of, values_of
 from ejkernel.quantization._packing import unpacked
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import Target
+from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
 from .._registry import Backend, Platform, configured_by, kernel_registry
 from ._tiles import varying_like
@@ -41,7 +42,7 @@ def reference(*operands, spec=QuantizedMatmulSpec()) -> Outputs:
 MANY_ROWS = 64
 
 
-def heuristic(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> KernelConfig:
+def heuristic(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> QuantizedMatmulConfig:
     """Blocks of columns of 2^25 floats; on a CPU 2^20 for many rows or if columns are rows of codes, else 2^17.
 
     On two cores of a server these are the fastest of 2^15 to 2^21: the cache holds a block until it is multiplied, but
@@ -51,10 +52,10 @@ def heuristic(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> 
     most = 2**25
     if target.platform == "cpu":
         most = 2**20 if spec.transpose or batch * rows >= MANY_ROWS else 2**17
-    return KernelConfig(block_k=max(1, most // max(1, math.prod(features))))
+    return QuantizedMatmulConfig(block_n=max(1, most // max(1, math.prod(features))))
 
 
-def space(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+def space(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> list[QuantizedMatmulConfig]:
     """The config of the heuristic alone, as blocks are chosen by their memory."""
     return [heuristic(spec, operands, target)]
 
@@ -68,7 +69,7 @@ def space(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> list
 def quantized_matmul(
     *operands: Array | None,
     spec: QuantizedMatmulSpec = QuantizedMatmulSpec(),
-    config: KernelConfig = KernelConfig(),
+    config: QuantizedMatmulConfig = QuantizedMatmulConfig(),
 ) -> Outputs:
     """o, some columns at a time."""
     operands = Operands(*operands)
@@ -89,7 +90,7 @@ def quantized_matmul_jvp(
     tangents: Operands,
     *,
     spec: QuantizedMatmulSpec = QuantizedMatmulSpec(),
-    config: KernelConfig = KernelConfig(),
+    config: QuantizedMatmulConfig = QuantizedMatmulConfig(),
 ) -> Outputs:
     """The tangent of o; a tangent of None is zero."""
     moving = _Rows(None, *(None if a is None else _merged(a) for a in (tangents.scales, tangents.zeros)))
@@ -116,7 +117,7 @@ def quantized_matmul_bwd(
     *,
     wrt: tuple[str, ...],
     spec: QuantizedMatmulSpec = QuantizedMatmulSpec(),
-    config: KernelConfig = KernelConfig(),
+    config: QuantizedMatmulConfig = QuantizedMatmulConfig(),
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt."""
 
@@ -184,7 +185,7 @@ def _sweep(
     x: Any,
     whole: _Block,
     spec: QuantizedMatmulSpec,
-    config: KernelConfig,
+    config: QuantizedMatmulConfig,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """of_block(x, block) → (sums, parts) for every block of columns, with sums added and parts side by side.
 
@@ -192,7 +193,7 @@ def _sweep(
     """
     axis, columns = (1, 1) if spec.transpose else (2, spec.group_size)
     count = whole.rows.w.shape[axis]
-    blocks = -(-count // max(1, min(config.block_k // columns, count)))
+    blocks = -(-count // max(1, min(config.block_n // columns, count)))
     size = -(-count // blocks)
     if blocks == 1:
         return of_block(x, whole)

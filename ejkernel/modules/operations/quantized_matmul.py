@@ -15,6 +15,7 @@ from ...primitives.quantized_matmul import Operands, QuantizedMatmulSpec
 from ...primitives.quantized_matmul import quantized_matmul as algorithm
 from ...quantization import Format, Mode, format_of
 from ...quantization._weights import check_quantized
+from ...types.quantized_matmul import QuantizedMatmulConfig
 from .._operation import Operation, Prepared
 from ._arguments import align, array, array_or_none, require_dtype, require_known, require_rank, static_bool
 
@@ -118,6 +119,7 @@ class QuantizedMatmul(Operation):
     """A product with quantised weights: `ejkernel.lax.quantized_matmul` as a kernel object."""
 
     algorithm = algorithm
+    config_class = QuantizedMatmulConfig
     prepare_arguments = staticmethod(quantized_matmul_arguments)
 
     @classmethod

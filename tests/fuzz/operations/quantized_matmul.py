@@ -49,7 +49,7 @@ def programs(draw, sizes):
     if chance(draw, 40):
         size["b"], operands["x"] = pick(draw, 1, 2, 3), "b m k"
     if sizes.configs and chance(draw, 40):
-        options["config"] = dict(block_k=pick(draw, 1, 5, 16, 40))
+        options["config"] = dict(block_n=pick(draw, 1, 5, 16, 40))
     return operands, size, options, dtypes
 
 

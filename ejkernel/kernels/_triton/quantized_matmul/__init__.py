@@ -8,6 +8,7 @@ Triton and jax-triton are imported only when a kernel is first needed.
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMatmulSpec
 from ejkernel.types import Target
+from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
 BITS = (2, 4, 8)
 
@@ -34,7 +35,7 @@ def supports(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> s
     return None
 
 
-_kernels = _launch.trio(__name__, "quantized_matmul", QuantizedMatmulSpec, Operands, Outputs)
+_kernels = _launch.trio(__name__, "quantized_matmul", QuantizedMatmulSpec, Operands, Outputs, QuantizedMatmulConfig)
 
 quantized_matmul = _kernels.forward("kernels", supports)
 quantized_matmul_jvp = _kernels.tangent("kernels", supports)

@@ -1,12 +1,13 @@
-"""Which configs the kernel of quantized_matmul is run with: block_k columns of a tile, block_d features at a time.
+"""Which configs the kernel of quantized_matmul is run with: block_n columns of a tile, block_k features at a time.
 
-block_q is all rows, a power of two from 16 on; with fewer than all the kernel reads the codes for each block of them.
+block_m is all rows, a power of two from 16 on; with fewer than all the kernel reads the codes for each block of them.
 The order is that of the times on an H200.
 """
 
 from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.primitives.quantized_matmul import Operands, QuantizedMatmulSpec
-from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
 # (columns, features, warps, stages)
 TILES = ((64, 128, 4, 3), (128, 128, 8, 3), (32, 64, 2, 4), (64, 64, 4, 3), (64, 64, 4, 2))
@@ -14,7 +15,7 @@ SMALLEST = (16, 16, 1, 1)  # where none of the list fits into the shared memory 
 MOST_ROWS = 64
 
 
-def space(operation: str, operands: Operands, spec: QuantizedMatmulSpec, target: Target) -> list[KernelConfig]:
+def space(operation: str, operands: Operands, spec: QuantizedMatmulSpec, target: Target) -> list[QuantizedMatmulConfig]:
     """Tiles that fit, the likeliest first."""
     limit = shared_memory_limit(target)
     configs = [_config(operands, tile) for tile in (*TILES, SMALLEST)]
@@ -22,10 +23,10 @@ def space(operation: str, operands: Operands, spec: QuantizedMatmulSpec, target:
     return fitting or configs[-1:]
 
 
-def _config(operands: Operands, tile: tuple[int, int, int, int]) -> KernelConfig:
+def _config(operands: Operands, tile: tuple[int, int, int, int]) -> QuantizedMatmulConfig:
     columns, features, warps, stages = tile
     of = dict(platform=Platform.TRITON, backend=Backend.GPU)
-    return KernelConfig(rows_of_tile(operands), columns, features, num_warps=warps, num_stages=stages, **of)
+    return QuantizedMatmulConfig(rows_of_tile(operands), columns, features, num_warps=warps, num_stages=stages, **of)
 
 
 def rows_of_tile(operands: Operands) -> int:
@@ -40,9 +41,9 @@ def smallest_memory(operands: Operands) -> int:
     return tiles_memory(rows_of_tile(operands), columns, features, stages, operands.x.dtype.itemsize)
 
 
-def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
+def shared_memory(operation: str, operands: Operands, config: QuantizedMatmulConfig) -> int:
     """`tiles_memory` of a config."""
-    sizes = (config.block_q, config.block_k, config.block_d, config.num_stages)
+    sizes = (config.block_m, config.block_n, config.block_k, config.num_stages)
     return tiles_memory(*sizes, operands.x.dtype.itemsize)
 
 

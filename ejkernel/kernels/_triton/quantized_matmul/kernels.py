@@ -22,7 +22,7 @@ from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._xla import quantized_matmul as xla
 from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMatmulSpec
-from ejkernel.types import KernelConfig
+from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
 PROGRAMS_PER_CORE = 4
 LEAST_STEPS = 4
@@ -62,14 +62,14 @@ class Problem:
         return self.R if self.over_rows else self.C
 
 
-def quantized_matmul(*operands: jax.Array | None, spec: QuantizedMatmulSpec, config: KernelConfig) -> Outputs:
+def quantized_matmul(*operands: jax.Array | None, spec: QuantizedMatmulSpec, config: QuantizedMatmulConfig) -> Outputs:
     """o [b, m, n, g, j]."""
     x = Operands(*operands)
     return _outputs(_product(x.x, x, not spec.transpose, spec, config), x, spec)
 
 
 def quantized_matmul_jvp(
-    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: QuantizedMatmulSpec, config: KernelConfig
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: QuantizedMatmulSpec, config: QuantizedMatmulConfig
 ) -> Outputs:
     """The tangent of o."""
     terms = []
@@ -88,7 +88,7 @@ def quantized_matmul_bwd(
     *,
     wrt: tuple[str, ...],
     spec: QuantizedMatmulSpec,
-    config: KernelConfig,
+    config: QuantizedMatmulConfig,
 ) -> tuple[jax.Array, ...]:
     """The cotangents of the operands named in wrt."""
     if wrt != ("x",):
@@ -102,14 +102,16 @@ def _outputs(o: jax.Array, x: Operands, spec: QuantizedMatmulSpec) -> Outputs:
     return Outputs(o.reshape(*x.x.shape[:2], *columns))
 
 
-def _product(x: jax.Array, of: Operands, over_rows: bool, spec: QuantizedMatmulSpec, config: KernelConfig) -> jax.Array:
+def _product(
+    x: jax.Array, of: Operands, over_rows: bool, spec: QuantizedMatmulSpec, config: QuantizedMatmulConfig
+) -> jax.Array:
     """The rows [b, m, …] of x times the matrix of the codes, [b · m, columns] in the dtype of x."""
     _, k, n, g, h, _ = of.w.shape
     rows = x.shape[0] * x.shape[1]
     shape = (rows, k * n, g * h * spec.group_size, spec.bits, spec.group_size, over_rows)
     problem = Problem(*shape, parts=1, ptx=_takes_ptx())
-    tiles = triton.cdiv(rows, config.block_q) * triton.cdiv(problem.columns, config.block_k)
-    problem = replace(problem, parts=_parts(tiles, triton.cdiv(problem.features, config.block_d)))
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(problem.columns, config.block_n)
+    problem = replace(problem, parts=_parts(tiles, triton.cdiv(problem.features, config.block_k)))
     whole = problem.parts == 1
     o = _launch.launch(
         product_kernel,
@@ -121,9 +123,9 @@ def _product(x: jax.Array, of: Operands, over_rows: bool, spec: QuantizedMatmulS
         grid=problem.parts * tiles,
         config=config,
         problem=problem,
-        BLOCK_M=config.block_q,
-        BLOCK_N=config.block_k,
-        BLOCK_K=config.block_d,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
     )
     return o[0] if whole else o.sum(0).astype(x.dtype)
 
