@@ -45,7 +45,9 @@ def test_an_implementation_takes_it_where_its_operation_does(operation):
         jax.eval_shape(call, x)
 
 
-@pytest.mark.parametrize("operation, name", [("grouped_matmul", "GroupedMatmulConfig")])
+@pytest.mark.parametrize(
+    "operation, name", [("grouped_matmul", "GroupedMatmulConfig"), ("mean_pooling", "MeanPoolingConfig")]
+)
 def test_a_class_of_the_same_name_is_told_apart(operation, name):
     """`ejkernel.modules` has the configs of 0.0.78, which the lax API does not take."""
     config, place = getattr(ejkernel.modules, name)(), "ejkernel.modules.operations.configs"

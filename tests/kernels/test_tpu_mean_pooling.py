@@ -3,12 +3,12 @@
 import pytest
 from cases import CASES
 
-from ejkernel.types import KernelConfig
+from ejkernel.types.mean_pooling import MeanPoolingConfig
 
 from . import against_xla
 from .tpu_interpreter import interpreted
 
-CONFIG = KernelConfig(block_q=8, block_k=128)
+CONFIG = MeanPoolingConfig(block_s=8, block_d=128)
 OURS = [case for case in CASES if case.operation == "mean_pooling"]
 
 

@@ -3,7 +3,7 @@
 import pytest
 from cases import CASES
 
-from ejkernel.types import KernelConfig
+from ejkernel.types.mean_pooling import MeanPoolingConfig
 
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
@@ -11,7 +11,7 @@ from ejkernel.kernels._triton.mean_pooling import kernels  # noqa: E402
 
 from . import against_xla, interpreter  # noqa: E402
 
-CONFIG = KernelConfig(block_q=16, block_k=16)
+CONFIG = MeanPoolingConfig(block_s=16, block_d=16)
 OURS = [case for case in CASES if case.operation == "mean_pooling"]
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from jax import Array
 
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import Target
+from ejkernel.types.mean_pooling import MeanPoolingConfig
 from ejkernel.xla_utils.groups import row_tiles
 from ejkernel.xla_utils.symbolic import at_most
 
@@ -34,14 +35,14 @@ def reference(*operands, spec=MeanPoolingSpec()) -> Outputs:
     return Outputs(o.astype(operands[0].dtype))
 
 
-def heuristic(spec: MeanPoolingSpec, operands: Operands, target: Target) -> KernelConfig:
+def heuristic(spec: MeanPoolingSpec, operands: Operands, target: Target) -> MeanPoolingConfig:
     """Tiles of as many tokens as a segment has on average, from 16 to 256."""
     segments = 1 if operands.segments is None else operands.segments.shape[1]
     tokens = operands.x.shape[1] // max(1, segments)
-    return KernelConfig(block_q=spec.chunk_size or min(256, max(16, 2 ** math.ceil(math.log2(max(1, tokens))))))
+    return MeanPoolingConfig(block_s=spec.chunk_size or min(256, max(16, 2 ** math.ceil(math.log2(max(1, tokens))))))
 
 
-def space(spec: MeanPoolingSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+def space(spec: MeanPoolingSpec, operands: Operands, target: Target) -> list[MeanPoolingConfig]:
     """The config of the heuristic alone: others would gain nothing."""
     return [heuristic(spec, operands, target)]
 
@@ -50,7 +51,7 @@ def space(spec: MeanPoolingSpec, operands: Operands, target: Target) -> list[Ker
 @configured_by(heuristic, space)
 @partial(jax.jit, static_argnames=("spec", "config"))
 def mean_pooling(
-    *operands: Array | None, spec: MeanPoolingSpec = MeanPoolingSpec(), config: KernelConfig = KernelConfig()
+    *operands: Array | None, spec: MeanPoolingSpec = MeanPoolingSpec(), config: MeanPoolingConfig = MeanPoolingConfig()
 ) -> Outputs:
     """o, from the sum of each tile and then the sum of the tiles of each segment."""
     x, segments = Operands(*operands)
@@ -58,7 +59,7 @@ def mean_pooling(
     if segments is None:
         return Outputs((x.sum(1, keepdims=True, dtype=dtype) / jnp.maximum(1, s)).astype(x.dtype))
     segments = jnp.broadcast_to(segments, (b, *segments.shape[1:]))
-    tiles = row_tiles(segments[..., 0], segments[..., 1], s, max(1, at_most(config.block_q, s)))
+    tiles = row_tiles(segments[..., 0], segments[..., 1], s, max(1, at_most(config.block_s, s)))
     batch = jnp.arange(b)[:, None]
     parts = x.at[batch[..., None], tiles.rows].get(mode="fill", fill_value=0).sum(2, dtype=dtype)
     totals = jnp.zeros((b, segments.shape[1], d), dtype).at[batch, tiles.group].add(parts)
@@ -73,7 +74,7 @@ def mean_pooling_jvp(
     tangents: Operands,
     *,
     spec: MeanPoolingSpec = MeanPoolingSpec(),
-    config: KernelConfig = KernelConfig(),
+    config: MeanPoolingConfig = MeanPoolingConfig(),
 ) -> Outputs:
     """The tangent of o, which is linear in x."""
     return mean_pooling(tangents.x, primals.segments, spec=spec, config=config)
@@ -89,7 +90,7 @@ def mean_pooling_bwd(
     *,
     wrt: tuple[str, ...],
     spec: MeanPoolingSpec = MeanPoolingSpec(),
-    config: KernelConfig = KernelConfig(),
+    config: MeanPoolingConfig = MeanPoolingConfig(),
 ) -> tuple[Array, ...]:
     """The cotangent of x."""
     (x, segments), do = primals, cotangents.o

@@ -12,6 +12,7 @@ from ...ops.utils.operands import random_like
 from ...primitives.mean_pooling import MeanPoolingSpec, Operands
 from ...primitives.mean_pooling import mean_pooling as algorithm
 from ...types import CuSeqlens
+from ...types.mean_pooling import MeanPoolingConfig
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_cuts, require_dtype, require_rank, size_or_none
 
@@ -70,6 +71,7 @@ class MeanPooling(Operation):
     """The mean of each sequence: `ejkernel.lax.mean_pooling` as a kernel object."""
 
     algorithm = algorithm
+    config_class = MeanPoolingConfig
     prepare_arguments = staticmethod(mean_pooling_arguments)
 
     @classmethod

@@ -6,6 +6,7 @@ Triton and jax-triton are imported only when a kernel is first needed.
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
 from ejkernel.types import Target
+from ejkernel.types.mean_pooling import MeanPoolingConfig
 
 
 def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str | None:
@@ -19,7 +20,7 @@ def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str |
     return _launch.memory_refusal(tiles_memory(*SMALLEST), target)
 
 
-_kernels = _launch.trio(__name__, "mean_pooling", MeanPoolingSpec, Operands, Outputs)
+_kernels = _launch.trio(__name__, "mean_pooling", MeanPoolingSpec, Operands, Outputs, MeanPoolingConfig)
 
 mean_pooling = _kernels.forward("kernels", supports)
 mean_pooling_jvp = _kernels.tangent("kernels", supports)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
-from ejkernel.types import KernelConfig
+from ejkernel.types.mean_pooling import MeanPoolingConfig
 
 LONG_PART, SHORT_PART = 512, 64
 """Tokens of a part: segments are as a rule not longer, and where programs are wanting may be cut down to the latter."""
@@ -40,19 +40,19 @@ class Problem:
     segments_vary: bool
 
 
-def mean_pooling(*operands: jax.Array | None, spec: MeanPoolingSpec, config: KernelConfig) -> Outputs:
+def mean_pooling(*operands: jax.Array | None, spec: MeanPoolingSpec, config: MeanPoolingConfig) -> Outputs:
     """o [b, n, d]."""
     return Outputs(_means(Operands(*operands), config))
 
 
 def mean_pooling_jvp(
-    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: MeanPoolingSpec, config: KernelConfig
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: MeanPoolingSpec, config: MeanPoolingConfig
 ) -> Outputs:
     """The tangent of o, which is linear in x."""
     return Outputs(_means(Operands(tangents.x, primals.segments), config))
 
 
-def _means(operands: Operands, config: KernelConfig) -> jax.Array:
+def _means(operands: Operands, config: MeanPoolingConfig) -> jax.Array:
     x, segments = operands
     problem = _problem_of(x, segments, config)
     B, N, D = problem.B, problem.N, problem.D
@@ -64,11 +64,11 @@ def _means(operands: Operands, config: KernelConfig) -> jax.Array:
         out_type=jax.ShapeDtypeStruct(
             (B, N, D) if whole else (B, N, problem.parts, D), x.dtype if whole else jnp.float32
         ),
-        grid=B * N * problem.parts * triton.cdiv(D, config.block_k),
+        grid=B * N * problem.parts * triton.cdiv(D, config.block_d),
         config=config,
         problem=problem,
-        BLOCK_S=config.block_q,
-        BLOCK_D=config.block_k,
+        BLOCK_S=config.block_s,
+        BLOCK_D=config.block_d,
     )
     if whole:
         return sums
@@ -83,7 +83,7 @@ def mean_pooling_bwd(
     *,
     wrt: tuple[str, ...],
     spec: MeanPoolingSpec,
-    config: KernelConfig,
+    config: MeanPoolingConfig,
 ) -> tuple[jax.Array]:
     """The cotangent of x [b, s, d]."""
     x, segments = primals
@@ -94,19 +94,19 @@ def mean_pooling_bwd(
         cotangents.o,
         segments,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=problem.B * count * problem.parts * triton.cdiv(problem.D, config.block_k),
+        grid=problem.B * count * problem.parts * triton.cdiv(problem.D, config.block_d),
         config=config,
         problem=problem,
         COUNT=count,
-        BLOCK_S=config.block_q,
-        BLOCK_D=config.block_k,
+        BLOCK_S=config.block_s,
+        BLOCK_D=config.block_d,
     )
     return (dx,)
 
 
-def _problem_of(x: jax.Array, segments: jax.Array | None, config: KernelConfig) -> Problem:
+def _problem_of(x: jax.Array, segments: jax.Array | None, config: MeanPoolingConfig) -> Problem:
     (B, S, D), N = x.shape, 1 if segments is None else segments.shape[1]
-    length, programs = S / max(1, N), B * N * triton.cdiv(D, config.block_k)
+    length, programs = S / max(1, N), B * N * triton.cdiv(D, config.block_d)
     parts = min(max(length / LONG_PART, ENOUGH_PROGRAMS / max(1, programs)), length / SHORT_PART)
     return Problem(B, S, D, N, max(1, math.ceil(parts)), segments is not None and segments.shape[0] > 1)
 

@@ -3,10 +3,13 @@
 Pallas is imported only when a kernel is first needed.
 """
 
+from functools import partial
+
 from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._pallas.tpu import SMEM_BYTES, refuses
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.mean_pooling import MeanPoolingConfig
 
 
 def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str | None:
@@ -35,7 +38,8 @@ _kernels = KernelTrio(
     Platform.PALLAS,
     Backend.TPU,
     priority=100,
-    refuses=refuses,
+    config=MeanPoolingConfig,
+    refuses=partial(refuses, blocks=("block_s", "block_d")),
 )
 
 mean_pooling = _kernels.forward("kernels", supports)

@@ -1,17 +1,18 @@
-"""The configs of the kernels of mean_pooling: block_q tokens and block_k features of a tile."""
+"""The configs of the kernels of mean_pooling: block_s tokens and block_d features of a tile."""
 
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands
-from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.mean_pooling import MeanPoolingConfig
 
 from .._work_list import WorkItem, most_work_items
 
 WIDTHS = (1024, 512)
 
 
-def space(operation: str, operands: Operands, spec: MeanPoolingSpec, target: Target) -> list[KernelConfig]:
+def space(operation: str, operands: Operands, spec: MeanPoolingSpec, target: Target) -> list[MeanPoolingConfig]:
     """Configs with tiles of about twice the tokens of an average segment, or of the requested chunk."""
     return [
-        KernelConfig(block_q=_tokens(operands, spec), block_k=width, platform=Platform.PALLAS, backend=Backend.TPU)
+        MeanPoolingConfig(block_s=_tokens(operands, spec), block_d=width, platform=Platform.PALLAS, backend=Backend.TPU)
         for width in WIDTHS
     ]
 

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
-from ejkernel.types import KernelConfig
+from ejkernel.types.mean_pooling import MeanPoolingConfig
 
 from .._work_list import (
     count_of,
@@ -25,22 +25,22 @@ from .._work_list import (
 )
 
 
-def mean_pooling(*operands: jax.Array | None, spec: MeanPoolingSpec, config: KernelConfig) -> Outputs:
+def mean_pooling(*operands: jax.Array | None, spec: MeanPoolingSpec, config: MeanPoolingConfig) -> Outputs:
     """o [b, n, d]."""
     return Outputs(_means(Operands(*operands), config))
 
 
 def mean_pooling_jvp(
-    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: MeanPoolingSpec, config: KernelConfig
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: MeanPoolingSpec, config: MeanPoolingConfig
 ) -> Outputs:
     """The tangent of o, which is linear in x."""
     return Outputs(_means(Operands(tangents.x, primals.segments), config))
 
 
-def _means(operands: Operands, config: KernelConfig) -> jax.Array:
+def _means(operands: Operands, config: MeanPoolingConfig) -> jax.Array:
     x, bounds, lengths = operands.x, *_ends_of(operands)
-    (b, s, d), n, size = x.shape, bounds.shape[1] - 1, config.block_q
-    features = largest_block(d, config.block_k)
+    (b, s, d), n, size = x.shape, bounds.shape[1] - 1, config.block_s
+    features = largest_block(d, config.block_d)
     batch = jnp.repeat(jnp.arange(b), n)
     starts, ends = bounds[:, :-1].reshape(-1), bounds[:, 1:].reshape(-1)
     items = work_list(batch, starts, ends, size, b * most_work_items(s, size, n), at_least=1)
@@ -72,12 +72,12 @@ def mean_pooling_bwd(
     *,
     wrt: tuple[str, ...],
     spec: MeanPoolingSpec,
-    config: KernelConfig,
+    config: MeanPoolingConfig,
 ) -> tuple[jax.Array]:
     """The cotangent of x [b, s, d]."""
     x, bounds, lengths = primals.x, *_ends_of(primals)
-    (_, s, d), n, size = x.shape, bounds.shape[1] - 1, config.block_q
-    features = largest_block(d, config.block_k)
+    (_, s, d), n, size = x.shape, bounds.shape[1] - 1, config.block_s
+    features = largest_block(d, config.block_d)
     items = work_list_of_all_tiles(bounds, s, size)
     shares = (cotangents.o.astype(jnp.float32) / lengths)[:, :, None]
 
