@@ -116,6 +116,8 @@ def checked_config(
 def _from_kernel_config(operation: str, config: KernelConfig, of: type[OperationConfig]) -> OperationConfig:
     """The config of the operation's own class that says what a `KernelConfig` says, whose fields are checked first."""
     config = checked_config(operation, config)
+    if config.algorithm is not None and "algorithm" not in of.from_kernel_config:
+        raise value_error(operation, f"config.algorithm is {shown(config.algorithm)}; it must be None")
     same = {field.name: getattr(config, field.name) for field in fields(OperationConfig)}
     return of(**same, **{own: getattr(config, name) for own, name in of.from_kernel_config.items()})
 

@@ -9,6 +9,7 @@ import pytest
 import ejkernel
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import OPERATIONS, types_of_call
+from ejkernel.modules.operations import configs
 from ejkernel.types import FwdParams, KernelConfig, checked_config
 
 TAKING = [name for name, operation in OPERATIONS.items() if operation.config_class.from_kernel_config]
@@ -18,10 +19,12 @@ TAKING = [name for name, operation in OPERATIONS.items() if operation.config_cla
 def test_it_becomes_one_of_the_own_class(operation):
     """Every field of the class is taken from one of a `KernelConfig`, and the fields of that are checked first."""
     of = OPERATIONS[operation].config_class
-    given = KernelConfig(
-        block_q=16, block_k=32, block_d=64, num_warps=8, num_stages=3, platform="xla", algorithm="steps"
-    )
-    taken = partial(checked_config, operation, of=of)
+    sizes = dict(block_q=16, block_k=32, block_d=64, num_warps=8, num_stages=3)
+    given, taken = KernelConfig(**sizes, platform="xla", algorithm="steps"), partial(checked_config, operation, of=of)
+    if "algorithm" not in of.from_kernel_config:
+        with pytest.raises(ValueError, match=f"{operation}: config.algorithm is 'steps'; it must be None"):
+            taken(given)
+        given = replace(given, algorithm=None)
     expected = {own: getattr(given, name) for own, name in of.from_kernel_config.items()}
     assert taken(given) == of(**expected, platform="xla")
     assert expected.keys() | {"platform", "backend"} == {field.name for field in fields(of)}
@@ -49,8 +52,8 @@ def test_an_implementation_takes_it_where_its_operation_does(operation):
     "operation, name", [("grouped_matmul", "GroupedMatmulConfig"), ("mean_pooling", "MeanPoolingConfig")]
 )
 def test_a_class_of_the_same_name_is_told_apart(operation, name):
-    """`ejkernel.modules` has the configs of 0.0.78, which the lax API does not take."""
-    config, place = getattr(ejkernel.modules, name)(), "ejkernel.modules.operations.configs"
-    says = f"config is a {name} of {place}; it must be a {name} of ejkernel.types.{operation} or a mapping"
+    """The configs of 0.0.78 are for calls in the form of 0.0.78; the lax API does not take them."""
+    config = getattr(configs, name)()
+    says = f"config is a {name} of {configs.__name__}; it must be a {name} of ejkernel.types.{operation} or a mapping"
     with pytest.raises(TypeError, match=says):
         getattr(ejkernel.lax, operation)(**OPERATIONS[operation].example(), config=config)
