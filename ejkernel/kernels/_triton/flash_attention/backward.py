@@ -42,7 +42,7 @@ from .problem import (
 )
 from .rows import exact_rows
 
-# Warps of a multiprocessor for whose registers it has room.
+# Warps of these programs, of up to 255 registers a thread, that a multiprocessor runs at once.
 WARPS_OF_CORE = 8
 
 
