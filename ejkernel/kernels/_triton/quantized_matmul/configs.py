@@ -10,7 +10,7 @@ from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
 # (columns, features, warps, stages)
-TILES = ((64, 128, 4, 3), (128, 128, 8, 3), (32, 64, 2, 4), (64, 64, 4, 3), (64, 64, 4, 2))
+TILES = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3), (128, 128, 8, 3), (32, 64, 2, 4))
 SMALLEST = (16, 16, 1, 1)  # where none of the list fits into the shared memory of the target
 MOST_ROWS = 64
 
