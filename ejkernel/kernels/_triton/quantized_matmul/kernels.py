@@ -7,7 +7,7 @@ bits. The words of a tile become numbers in registers, and rows times numbers is
 A tile has all rows, unless its config is for fewer: that of a call is chosen before `jax.vmap` gives it more.
 
 The tangent in x and the cotangent of x are products with the same matrix, and the same kernel. Those of scales and
-zeros are left to XLA, and the cotangent of x with them, for which XLA has the numbers then.
+zeros are left to XLA.
 """
 
 import math
@@ -91,10 +91,14 @@ def quantized_matmul_bwd(
     config: QuantizedMatmulConfig,
 ) -> tuple[jax.Array, ...]:
     """The cotangents of the operands named in wrt."""
-    if wrt != ("x",):
+    others, found = tuple(name for name in wrt if name != "x"), {}
+    if "x" in wrt:
+        found["x"] = _product(cotangents.o, primals, spec.transpose, spec, config).reshape(primals.x.shape)
+    if others:
         of_xla = xla.heuristic(spec, primals, gpu_target())
-        return xla.quantized_matmul_bwd(primals, outputs, cotangents, wrt=wrt, spec=spec, config=of_xla)
-    return (_product(cotangents.o, primals, spec.transpose, spec, config).reshape(primals.x.shape),)
+        of_others = xla.quantized_matmul_bwd(primals, outputs, cotangents, wrt=others, spec=spec, config=of_xla)
+        found |= dict(zip(others, of_others, strict=True))
+    return tuple(found[name] for name in wrt)
 
 
 def _outputs(o: jax.Array, x: Operands, spec: QuantizedMatmulSpec) -> Outputs:
