@@ -18,8 +18,11 @@ from .flash_attention import chance, key, peaks, scalar, segments
 SIZES = dict(b=4, s=8, t=8, c=8, h=4, g=2, d=8, e=8)
 TINY = dict(b=1, s=4, t=4, h=2, g=1, d=2, e=2)
 QKV = dict(q="b s h d", k="b t g d", v="b t g e")
+# Beside Auto axes all are made of permutes.
 KINDS = dict(
-    ring=("collective-permute",), all_gather=("all-gather", "reduce-scatter"), ulysses=("all-to-all", "all-gather")
+    ring=("collective-permute",),
+    all_gather=("all-gather", "reduce-scatter", "collective-permute"),
+    ulysses=("all-to-all", "all-gather", "collective-permute"),
 )
 
 

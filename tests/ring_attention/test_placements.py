@@ -6,6 +6,7 @@ import pytest
 from cases import assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import collectives
 
 import ejkernel
 from ejkernel import lax
@@ -38,6 +39,28 @@ def test_beside_a_batch_that_is_sharded(types, manual):
     f = jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=inner, out_specs=inner, axis_names=manual))
     placed = jax.device_put(x, NamedSharding(mesh, P("b", "x")))
     assert_close(jax.jit(jax.value_and_grad(sines(f)))(placed), jax.value_and_grad(sines(whole))(x), 2e-5)
+
+
+@pytest.mark.core
+@each_type
+@pytest.mark.parametrize(
+    ("strategy", "explicit", "auto"),
+    [
+        ("all_gather", {"all-gather": 2}, {"collective-permute": 2}),
+        ("ulysses", {"all-to-all": 4 * 2}, {"collective-permute": 4}),  # XLA has an array for each device
+    ],
+    ids=("all_gather", "ulysses"),
+)
+def test_the_batch_is_not_gathered(strategy, explicit, auto, types):
+    """k and v, or q and o as well, are sent over the axis of the sequence, beside another one that splits them."""
+    x, mesh = random(**QKV), jax.make_mesh((2, 2), ("b", "x"), devices=jax.devices()[:4], axis_types=(types,) * 2)
+    of = P(None, "x")
+    call = lambda x: ring(x, strategy=strategy)
+    f = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=of, out_specs=of, axis_names={"x"}))
+    placed = jax.device_put(x, NamedSharding(mesh, P("b", "x")))
+    found = collectives(f.lower(placed).compile().as_text())
+    assert dict(found) == (explicit if types == AxisType.Explicit else auto)
+    assert_close(f(placed), whole(x), 2e-5)
 
 
 def test_a_sequence_over_two_axes():

@@ -9,7 +9,9 @@ from cases.flash_attention import case as flash_case
 from cases.flash_attention import chance, key, scalar
 from cases.ring_attention import CASES, IDS, case, some
 
-from .calls import LAYOUTS, STRATEGIES, in_sequence
+from ejkernel import lax
+
+from .calls import LAYOUTS, STRATEGIES, in_sequence, random, sines
 
 LSE_AND = dict(
     causal=dict(causal=True),
@@ -104,3 +106,16 @@ def test_padding_that_holds_nan(strategy):
     filled = lambda value: clean | {n: jnp.where(m[..., None, None], value, clean[n]) for n, m in padding.items()}
     f, cotangents = jitted(of, Case.call, pullback), of.cotangents(clean)
     assert_close(f(filled(np.nan), cotangents), jax.tree.map(np.asarray, f(filled(1.0), cotangents)), 1e-6)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("size", "layout"), [(2, "contiguous"), (2, "zigzag"), (3, "zigzag")])
+def test_several_tiles(size, layout):
+    """Longer shards, of more than one tile of the kernel in XLA, with grouped heads and a batch."""
+    length = 64 * size if layout == "zigzag" else 128 * size
+    x = random(q=(4, length, 8, 32), k=(4, length, 2, 32), v=(4, length, 2, 32))
+    found = jax.jit(jax.value_and_grad(sines(lambda x: in_sequence(size, layout, strategy="ring", causal=True)(x)[0])))(
+        x
+    )
+    wanted = jax.jit(jax.value_and_grad(sines(lambda x: lax.flash_attention(**x, causal=True))))(x)
+    assert_close(found, wanted, 2e-5)

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ._attention import segment_ids
+from ._collectives import all_gather as all_gathered
+from ._collectives import all_to_all
 from ._ring_hop import Arrays, Ring, flash, sight
 from ._ring_layout import Band
-from ._sequence_shard import all_gather as all_gathered
 from .flash_attention import FlashAttention
 
 NAME = "ring_attention"
@@ -113,12 +114,10 @@ def ulysses(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
     """o and lse by exchanges after which each device has all tokens of a part of the heads (DeepSpeed-Ulysses)."""
 
     def heads(x: Array) -> Array:
-        x = lax.all_to_all(x, call.axis_name, split_axis=2, concat_axis=1, tiled=True)
-        return _in_sequence(x, 1, call)
+        return _in_sequence(all_to_all(x, call.axis_name, 2, 1), 1, call)
 
     def tokens(x: Array, axis: int) -> Array:
-        x = _in_shards(x, axis, call)
-        return lax.all_to_all(x, call.axis_name, split_axis=axis, concat_axis=3 - axis, tiled=True)
+        return all_to_all(_in_shards(x, axis, call), call.axis_name, axis, 3 - axis)
 
     gathered = lambda x: _in_sequence(all_gathered(x, call.axis_name, axis=1), 1, call)
     given = {name: heads(arrays[name]) for name in "qkv"}

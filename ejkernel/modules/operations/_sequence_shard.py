@@ -1,15 +1,13 @@
 """What a device computes of its shard of a linear recurrence, and how all devices gather it."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from ...primitives._recurrence import Operands
-from ...primitives._sharding import explicit_axes
+from ._collectives import all_gather
 
 
 class Shard(NamedTuple):
@@ -51,18 +49,3 @@ def gathered_shards(shard: Shard, axis_name: Any) -> Shard:
     return Shard(
         state_of_each.reshape(state_of_each.shape[0], *state.shape), *(None if a is None else next(rest) for a in sums)
     )
-
-
-def all_gather(x: Array, axis_name: Any, axis: int = 0) -> Array:
-    """The arrays x of all devices, concatenated along an axis.
-
-    Explicit axes of the mesh, over which x may be split, are made manual here. Beside Explicit axes the transpose, a
-    reduce-scatter, has no lowering, and gathering on a new axis would leave their entries one place early in the spec
-    (both on jax 0.11.2).
-    """
-    gather = partial(lax.all_gather, axis_name=axis_name, axis=axis, tiled=True)
-    aval = jax.typeof(x)
-    if not (explicit := explicit_axes(aval)):
-        return gather(x)
-    spec = aval.sharding.spec
-    return jax.shard_map(gather, in_specs=spec, out_specs=spec, axis_names=set(explicit))(x)

@@ -1,0 +1,64 @@
+"""All-gathers and all-to-alls inside `jax.shard_map` over some of the axes of a mesh.
+
+Over the other axes, such as that of the batch, arrays may be split as well, and XLA would gather them there before the
+collective (jax 0.11.2). Explicit axes, by which the type says how an array is split, are made manual for it. Beside
+Auto axes the collective is made of permutes, one for each other device, which XLA leaves split: they send as much.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import AxisType
+
+from ...primitives._sharding import explicit_axes
+
+
+def all_gather(x: Array, axis_name: Any, axis: int = 0) -> Array:
+    """The arrays x of all devices, concatenated along an axis.
+
+    Beside Explicit axes the transpose, a reduce-scatter, would have no lowering, and gathering on a new axis would
+    leave their entries one place early in the spec (both on jax 0.11.2).
+    """
+    if _has_auto_axes():
+        return _by_permutes(lambda _: x, axis_name, axis)
+    return _beside_explicit_axes(lambda x: lax.all_gather(x, axis_name, axis=axis, tiled=True), x)
+
+
+def all_to_all(x: Array, axis_name: Any, split_axis: int, concat_axis: int) -> Array:
+    """Part j of `split_axis` goes to device j; the parts of all devices are concatenated along `concat_axis`."""
+    if not _has_auto_axes():
+        return _beside_explicit_axes(lambda x: lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True), x)
+    count = x.shape[split_axis] // lax.axis_size(axis_name)
+    part_of = lambda device: lax.dynamic_slice_in_dim(x, device * count, count, split_axis)
+    return _by_permutes(part_of, axis_name, concat_axis)
+
+
+def _beside_explicit_axes(collective: Callable[[Array], Array], x: Array) -> Array:
+    aval = jax.typeof(x)
+    if not (explicit := explicit_axes(aval)):
+        return collective(x)
+    spec = aval.sharding.spec
+    return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=set(explicit))(x)
+
+
+def _has_auto_axes() -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(mesh.shape[name] > 1 for name, kind in types if kind == AxisType.Auto)
+
+
+def _by_permutes(part_of: Callable[[Array], Array], axis_name: Any, axis: int) -> Array:
+    """What each device has for this one, `part_of(this one)` there, in the order of devices along an axis."""
+    size, device, found = lax.axis_size(axis_name), lax.axis_index(axis_name), None
+    for distance in range(size):
+        part = part_of((device + distance) % size)
+        if distance:
+            part = lax.ppermute(part, axis_name, [(d, (d + distance) % size) for d in range(size)])
+        if found is None:
+            found = jnp.concatenate([jnp.zeros_like(part)] * size, axis)
+        begin = (device - distance) % size * part.shape[axis]
+        found = lax.dynamic_update_slice_in_dim(found, part, begin, axis)
+    return found
