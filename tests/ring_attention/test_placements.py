@@ -65,6 +65,22 @@ def test_the_batch_is_not_gathered(strategy, explicit, auto, types):
     assert_close(f(placed), whole(x), 2e-5)
 
 
+@each_type
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_beside_batch_and_heads_that_are_sharded(strategy, types):
+    """Gradients of all operands, of sinks and a traced scale too, over a mesh of three axes, one of them Manual."""
+    x = random(q=(2, 12, 8, 8), k=(2, 12, 4, 8), v=(2, 12, 4, 8), sinks=(8,), softmax_scale=())
+    mesh = jax.make_mesh((2, 2, 2), ("b", "h", "x"), axis_types=(types,) * 3)
+    specs = {name: P(None, "x") if name in "qkv" else P() for name in x}
+    call = lambda x: ring(x, strategy=strategy)
+    f = jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=P(None, "x"), axis_names={"x"})
+    split = {name: P("b", "x", "h") if name in "qkv" else P("h") if name == "sinks" else P() for name in x}
+    placed = {name: jax.device_put(a, NamedSharding(mesh, split[name])) for name, a in x.items()}
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.value_and_grad(sines(f)))(placed)
+    assert_close(found, jax.value_and_grad(sines(whole))(x), 2e-5)
+
+
 def test_a_sequence_over_two_axes():
     types = (AxisType.Auto,) * 2
     x, mesh = random(**QKV), jax.make_mesh((2, 3), ("a", "b"), devices=jax.devices()[:6], axis_types=types)

@@ -5,7 +5,7 @@ collective (jax 0.11.2). Explicit axes, by which the type says how an array is s
 Auto axes the collective is made of permutes, one for each other device, which XLA leaves split: they send as much.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,23 +24,25 @@ def all_gather(x: Array, axis_name: Any, axis: int = 0) -> Array:
     """
     if _has_auto_axes():
         return _by_permutes(lambda _: x, axis_name, axis)
-    return _beside_explicit_axes(lambda x: lax.all_gather(x, axis_name, axis=axis, tiled=True), x)
+    return _beside_explicit_axes(lambda x: lax.all_gather(x, axis_name, axis=axis, tiled=True), x, (axis,))
 
 
 def all_to_all(x: Array, axis_name: Any, split_axis: int, concat_axis: int) -> Array:
     """Part j of `split_axis` goes to device j; the parts of all devices are concatenated along `concat_axis`."""
     if not _has_auto_axes():
-        return _beside_explicit_axes(lambda x: lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True), x)
+        exchange = lambda x: lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True)
+        return _beside_explicit_axes(exchange, x, (split_axis, concat_axis))
     count = x.shape[split_axis] // lax.axis_size(axis_name)
     part_of = lambda device: lax.dynamic_slice_in_dim(x, device * count, count, split_axis)
     return _by_permutes(part_of, axis_name, concat_axis)
 
 
-def _beside_explicit_axes(collective: Callable[[Array], Array], x: Array) -> Array:
+def _beside_explicit_axes(collective: Callable[[Array], Array], x: Array, axes: Sequence[int]) -> Array:
+    """The collective, which moves parts of `axes` of x: where these are split, it has to see all of them in order."""
     aval = jax.typeof(x)
-    if not (explicit := explicit_axes(aval)):
-        return collective(x)
     spec = aval.sharding.spec
+    if not (explicit := explicit_axes(aval)) or any(spec[axis] is not None for axis in axes):
+        return collective(x)
     return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=set(explicit))(x)
 
 

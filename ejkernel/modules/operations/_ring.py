@@ -60,10 +60,10 @@ def ring(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
 
 
 def _of_each_element(arrays: Arrays) -> Arrays:
-    """Sinks [b, heads, n] and a scale [b, 1]: the whole ring, not each hop, sums their cotangents over the batch."""
-    of_batch = jnp.zeros_like(arrays["q"][:, 0, 0, 0])  # which Explicit axes may split
-    one_each = {"sinks": of_batch[:, None, None], "softmax_scale": of_batch[:, None]}
-    return arrays | {n: arrays[n] + like.astype(arrays[n].dtype) for n, like in one_each.items() if n in arrays}
+    """Sinks [b, heads, n] and a scale [b, heads], whose cotangents the whole ring sums over the batch, not each hop."""
+    of_heads = jnp.zeros_like(arrays["q"][:, 0, :, 0])  # whose batch and heads Explicit axes may split
+    each = {"sinks": of_heads[..., None], "softmax_scale": of_heads}
+    return arrays | {name: arrays[name] + x.astype(arrays[name].dtype) for name, x in each.items() if name in arrays}
 
 
 # --- Forward ---------------------------------------------------------------------------------------------------------

@@ -116,12 +116,13 @@ def flash_tangent(
 
 
 def _prepared(call: Ring, given: Arrays, band: Band) -> Prepared:
-    """The operands of one call; a scale of each batch element, which no argument of flash_attention is, among them."""
+    """The operands of one call, with a scale of each head and batch element, which no argument can be."""
     options = {name: x for name, x in call.options.items() if name != "config"} | given | sight(band)
     scale = given.get("softmax_scale")
     if scale is None or scale.ndim == 0:
         return FlashAttention.prepare_arguments(**options, return_lse=True)
-    prepared = FlashAttention.prepare_arguments(**options | {"softmax_scale": scale[0, 0]}, return_lse=True)
+    any_scale = jnp.ones((), scale.dtype)
+    prepared = FlashAttention.prepare_arguments(**options | {"softmax_scale": any_scale}, return_lse=True)
     return replace(prepared, named={**prepared.named, "softmax_scale": scale})
 
 
