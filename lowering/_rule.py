@@ -62,6 +62,7 @@ def body_of(
         list_candidates = lambda: candidates(primitive.name, spec, primitive.operands(types), target)
 
         def run(*arrays):
+            arrays = _opaque(arrays) if target.backend == Backend.CPU else arrays
             positional, extra = primitive.arguments(dict(zip(names, arrays, strict=True)), results)
             label = labelled(primitive.name, entry.platform, used)
             with progress.tracing(entry, list_candidates), lowering_for(target), label:
@@ -74,6 +75,15 @@ def body_of(
         return _stored.call(_stored.Kernel(run, key, target, shapes, primitive.name), arrays)
 
     return body
+
+
+def _opaque(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, of which XLA knows no values while it compiles.
+
+    Where XLA for CPUs knows that all elements of a factor are equal, as those of `jnp.ones`, the products in its YNN
+    fusions are wrong (seen on jax 0.11.2 and 0.12.0).
+    """
+    return jax.lax.optimization_barrier(list(arrays))
 
 
 def _is_stored(entry: KernelSpec, target: Target) -> bool:

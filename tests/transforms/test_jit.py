@@ -3,9 +3,12 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, Operand, each, each_by_kind
+from cases import CASES, Operand, called_alone, each, each_by_kind
+
+from ejkernel import lax
 
 
 @each(CASES, rest=(pytest.mark.slow,))
@@ -20,6 +23,24 @@ def test_jit(case):
     jax.tree.map(np.testing.assert_array_equal, compiled(arrays), case.call(arrays))
     compiled(case.arrays(seed=1))
     assert len(traced) == 1
+
+
+@each_by_kind(called_alone(CASES), rest=(pytest.mark.slow,))
+def test_floats_that_xla_knows(case):
+    """Arrays of equal elements, which XLA knows while it compiles, give the bits of those that it is given."""
+    arrays = case.arrays()
+    equal = lambda x: jnp.full(x.shape, np.asarray(x).flat[0]) if is_float(x) and x.size else x
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    known = jax.jit(lambda: case.call({name: equal(x) for name, x in arrays.items()}))()
+    given = jax.jit(case.call)({name: equal(x) for name, x in arrays.items()})
+    jax.tree.map(np.testing.assert_array_equal, known, given)
+
+
+def test_a_known_factor_of_the_fusions_of_products():
+    """Sizes at which XLA for CPUs fuses all of attention; with v of equal elements its results were of any size."""
+    q, k = (jax.random.normal(jax.random.key(i), (8, 64, heads, 32)) for i, heads in enumerate((8, 2)))
+    o = jax.jit(lambda q, k: lax.flash_attention(q, k, jnp.full_like(k, 0.5)))(q, k)
+    np.testing.assert_allclose(o, 0.5, rtol=1e-6)
 
 
 @each_by_kind(CASES, first_over=())
