@@ -25,14 +25,14 @@ def found_collectives(f, x):
 
 @pytest.mark.core
 def test_collectives_of_a_ring():
-    """n − 1 permutes of k and of v; in a backward as many again, and of dk and dv; in float32 once more of k and v."""
+    """n − 1 permutes of k and of v; in a backward as many again, and of dk and dv."""
     f, x = local_call(3, causal=True, strategy="ring")
     assert found_collectives(f, x) == {"collective-permute": 4}
-    for arrays, most in ((in_16_bits(x), 12), (x, 16)):
+    for arrays in (in_16_bits(x), x):
         found = found_collectives(squares(f), arrays)
         assert found.keys() == {"collective-permute"}
         # XLA may find that hops of the backward receive the same k and v as hops before them.
-        assert 8 <= found["collective-permute"] <= most
+        assert 8 <= found["collective-permute"] <= 12
 
 
 @pytest.mark.core
@@ -64,7 +64,7 @@ def test_the_memory_of_a_gradient_does_not_grow_with_the_ring(layout):
 @pytest.mark.core
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gradient_computes_no_forward_again(layout):
-    """The calls that the forward has, and a backward for each; in float32 two tangents too, of sums of weights."""
+    """The calls that the forward has, and a backward for each; in float32 a tangent too, of the sums of weights."""
     names = lambda program: Counter(e.primitive.name for e in equations(program, "flash_attention"))
     f, x = local_call(3, causal=True, layout=layout, strategy="ring")
     forward = names(jax.make_jaxpr(f)(x))["flash_attention"]
@@ -73,7 +73,7 @@ def test_a_gradient_computes_no_forward_again(layout):
     found = names(jax.make_jaxpr(squares(f))(x))
     assert found == {
         "flash_attention": forward,
-        "flash_attention_jvp": 2 * forward,
+        "flash_attention_jvp": forward,
         "flash_attention_bwd": forward,
     }
 
@@ -137,10 +137,10 @@ def test_gathered_keys_are_not_moved():
 def test_hops_in_which_nothing_is_seen_are_not_computed():
     """Of two hops the causal contiguous ring has one program with a call and one without; zigzag halves its calls."""
     f, x = local_call(2, causal=True, layout="contiguous", strategy="ring")
-    calls = equations(jax.make_jaxpr(f)(x), "flash_attention")
+    calls = equations(jax.make_jaxpr(f)(in_16_bits(x)), "flash_attention")
     assert [e.invars[0].aval.shape[1] for e in calls] == [64, 64]
     f, x = local_call(2, causal=True, layout="zigzag", strategy="ring")
-    calls = equations(jax.make_jaxpr(f)(x), "flash_attention")
+    calls = equations(jax.make_jaxpr(f)(in_16_bits(x)), "flash_attention")
     assert [tuple(x.aval.shape[1] for x in e.invars[:2]) for e in calls] == [(64, 64), (32, 64), (64, 32)]
 
 

@@ -89,7 +89,7 @@ def test_it_is_explained():
         told.append(ejkernel.explain("ring_attention", q, k, v=v, axis_name="x", causal=True))
         return q
 
-    x = jax.ShapeDtypeStruct((1, 32, 2, 8), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, 32, 2, 8), jnp.bfloat16)
     jax.eval_shape(jax.shard_map(call, mesh=mesh_of(2), in_specs=P(None, "x"), out_specs=P(None, "x")), x, x, x)
     assert told[0].runs and told[0].origin.endswith("what follows; strategy ring: it was asked for")
     assert {part.operation for part in told[0].parts} == {"flash_attention"} and len(told[0].parts) == 3

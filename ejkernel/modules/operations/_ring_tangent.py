@@ -7,19 +7,15 @@ With p = exp(s − lse), which are then the weights of the whole row,
 are sums over keys, and so over hops. The tangent and the backward of flash_attention compute the terms of a hop, and no
 forward runs again. They are differentiable in o and lse too, so o and lse have derivatives of every order.
 
-In 16 bits the rounding of lse is negligible in p, and that of o is as in any backward that is given o. In wider dtypes
-neither is: an lse of 40 in float32 is rounded by 2e-6, and so are p and, as each hop's lse was rounded too, o. There
-the hops first sum, with this lse,
-
-    t = Σ_j p,   n = Σ_j p v
-
-so that the weights are p/t and o is n/t. These are the terms of do above with dv = 1 and dv = v.
+In 16 bits the rounding of lse is negligible in p. In wider dtypes it is not: an lse of 40 in float32 is rounded by
+2e-6, and so is p. There the forward gives what is left of lse, log Σ_j p, and p/Σ_j p are the weights. That of o is as
+in any backward which is given o, but in 16 bits it would follow the rounding of each hop's o; so the forward gives what
+is left of o, r, and do has another term, −r dlse.
 
 In a derivative each hop fetches its keys and values from the device that owns them and, transposed, sends their
 gradients to that device directly, while the next hop is computed, or dq is added after the last.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -45,28 +41,16 @@ from ._ring_hop import (
 from ._ring_layout import Part
 
 
-def tangent(call: Ring, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
-    """The tangents of o and lse, linear in the tangents `moving`."""
+def tangent(call: Ring, arrays: Arrays, moving: Arrays, o: Array, lse: Array, remainder: Array) -> tuple[Array, Array]:
+    """The tangents of o and lse, linear in the tangents `moving`; the remainder is of o in 16 bits, else of lse."""
+    do, dlse = _terms(call, arrays, moving, o, lse)
+    remainder = lax.stop_gradient(remainder)
     if o.dtype.itemsize == 2:
-        do, dlse = _terms(call, arrays, moving, o, lse)
-        return do.astype(o.dtype), dlse
-    total, exact = lax.stop_gradient(_total_and_o(call, *lax.stop_gradient((arrays, o, lse))))
-    do, dlse = _terms(call, arrays, moving, o + (exact - lax.stop_gradient(o)), lse)
+        # Rows that see nothing have no remainder, and the transpose has to give 0 there even for a cotangent of NaN.
+        of_remainder = jnp.where(remainder != 0, remainder.astype(do.dtype) * dlse.swapaxes(1, 2)[..., None], 0)
+        return (do - of_remainder).astype(o.dtype), dlse
+    total = jnp.exp(remainder)
     return _over(do, total).astype(o.dtype), dlse / total
-
-
-def _total_and_o(call: Ring, arrays: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
-    """t and n/t; 1 and 0 for rows that see nothing. Each hop waits for the hop two before it, as in `_terms`."""
-    sums, total = jnp.zeros_like(o), jnp.zeros_like(lse)
-    chains = [arrays, arrays]
-    for n, hop in enumerate(plan_of(call, arrays)):
-        (added,) = _of_hops(_sums_of_part, call, [hop], chains[n % 2], {}, o, lse)
-        chains[n % 2], added = lax.optimization_barrier((chains[n % 2], added))
-        sums, total = sums + added[0], total + added[1]
-    if "sinks" in arrays:
-        total += _tangent_of_sinks(arrays, jnp.ones_like(arrays["sinks"]), o, lse)[1]
-    total = jnp.where(total > 0, total, 1)
-    return total, _over(sums, total)
 
 
 def _over(x: Array, total: Array) -> Array:
@@ -86,7 +70,7 @@ def _terms(call: Ring, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> 
     do, dlse = jnp.zeros_like(o, lse.dtype), jnp.zeros_like(lse)
     plan, chains = plan_of(call, arrays) if of_hops else [], [of_hops, of_hops]
     for n, hops in enumerate([plan] if len(plan) == 2 else [[hop] for hop in plan]):
-        of_each = _of_hops(_tangent_of_part, call, hops, arrays, chains[n % 2], o, lse)
+        of_each = _of_hops(call, hops, arrays, chains[n % 2], o, lse)
         chains[n % 2], of_each = lax.optimization_barrier((chains[n % 2], of_each))
         for added in of_each:
             do, dlse = do + added[0].astype(do.dtype), dlse + added[1]
@@ -97,7 +81,7 @@ def _terms(call: Ring, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> 
 
 
 def _of_hops(
-    terms: Callable, call: Ring, hops: list[Hop], arrays: Arrays, moving: Arrays, o: Array, lse: Array
+    call: Ring, hops: list[Hop], arrays: Arrays, moving: Arrays, o: Array, lse: Array
 ) -> list[tuple[Array, Array]]:
     """The terms of the keys of each hop, in the shapes of o and lse. A backward fetches the keys again, all at once.
 
@@ -110,7 +94,7 @@ def _of_hops(
         found = []
         for n, (hop, of_devices) in reversed(list(enumerate(hops))):
             fetched = [{**x, **sent(call, keys_of(x), hop), **columns_of(call, x, hop)} for x in (arrays, moving)]
-            added = on_device(call, of_devices, partial(_of_parts, terms, call), *fetched, o, lse)
+            added = on_device(call, of_devices, partial(_of_parts, call), *fetched, o, lse)
             if n:
                 waiting, added = lax.optimization_barrier((keys_of(moving) or moving, added))
                 moving = {**moving, **waiting}
@@ -121,28 +105,16 @@ def _of_hops(
 
 
 def _of_parts(
-    terms: Callable, call: Ring, parts: tuple[Part, ...], here: Arrays, moving: Arrays, o: Array, lse: Array
+    call: Ring, parts: tuple[Part, ...], here: Arrays, moving: Arrays, o: Array, lse: Array
 ) -> tuple[Array, Array]:
     sums = alike(here, jnp.zeros_like(o), jnp.zeros_like(lse))
     for part in parts:
-        added = terms(call, part, here, of_part(part, moving), o, lse)
+        outputs = rows_of(o, part, 1), rows_of(lse, part, 2)
+        added = flash_tangent(call, of_part(part, here), (part.left, part.right), outputs, of_part(part, moving))
         sums = [
             with_rows(x, rows_of(x, part, axis) + y, part, axis) for x, y, axis in zip(sums, added, (1, 2), strict=True)
         ]
     return tuple(sums)
-
-
-def _tangent_of_part(call: Ring, part: Part, here: Arrays, moving: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
-    """The terms of the keys of a part, of which o and lse of all keys are the residuals; moving are tangents of it."""
-    outputs = rows_of(o, part, 1), rows_of(lse, part, 2)
-    return flash_tangent(call, of_part(part, here), (part.left, part.right), outputs, moving)
-
-
-def _sums_of_part(call: Ring, part: Part, here: Arrays, moving: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
-    """Σ p v and Σ p over the keys of a part; nothing moves."""
-    v = of_part(part, here)["v"]
-    along = lambda dv: _tangent_of_part(call, part, here, {**moving, "v": dv}, o, lse)[0]
-    return along(v), along(jnp.ones_like(v))[..., 0].swapaxes(1, 2)
 
 
 def _tangent_of_sinks(arrays: Arrays, moving: Array, o: Array, lse: Array) -> tuple[Array, Array]:

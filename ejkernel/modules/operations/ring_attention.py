@@ -85,11 +85,11 @@ def ring_attention(
     any order. With n devices, the strategies are:
 
     "ring": k and v are passed around in n − 1 hops, a `ppermute` of k and one of v each, which overlaps the computation
-    of the hop before; fully masked hops, and parts of hops, are neither sent nor computed. q, k, v, o and lse are saved
-    for the backward, and no device ever has the keys of more than two others: the memory of a gradient does not grow
-    with n. The backward sends k and v around again, computes the gradients of each hop from o and lse of all keys, and
-    returns dk and dv to their devices. In float32 another round before it sums the weights exp(s − lse), in which the
-    rounding of lse would be seen.
+    of the hop before; fully masked hops, and parts of hops, are neither sent nor computed. q, k, v, o, lse and what
+    rounding has left of o or lse are saved for the backward, and no device ever has the keys of more than two others:
+    the memory of a gradient does not grow with n. The backward sends k and v around again, computes the gradients of
+    each hop from o and lse of all keys, and returns dk and dv to their devices. In float32 and float64 each hop has a
+    second call, which sums its weights exp(s − lse), as the rounding of lse would be seen in the weights of hops.
     "all_gather": k and v of all devices are gathered, and again in the backward, and attended to in one call, or two in
     zigzag. o, lse and the local arrays are saved for the backward, which does not run the forward kernels again.
     "ulysses": `all_to_all` gives each device all tokens of a part of the heads, and sends o and lse back. Query and
