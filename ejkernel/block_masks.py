@@ -8,15 +8,27 @@ any pair in it: which of the block's pairs are visible is decided by the options
 position i' = i + K − S. Other patterns are combinations of masks by `&` and `|`, or by `ejkernel.lax.block_mask_of`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
 from .errors import value_error
 from .kernels._visibility import Visibility
-from .modules.operations._arguments import block_pair, require_dtype, size_or_none, window_pair
+from .modules.operations._arguments import (
+    array,
+    block_pair,
+    int32,
+    require_dtype,
+    require_rank,
+    static_int,
+    window_pair,
+)
 from .types import Window
+from .types.config import LARGEST_SIZE
 
 BlockSize = tuple[int, int]
 Mask = Bool[Array, "q_blocks kv_blocks"]
@@ -33,33 +45,35 @@ def sliding_window(S: int, K: int, window: Window, block_size: BlockSize = (128,
 
 
 def global_and_local(S: int, K: int, tokens: int, window: Window, block_size: BlockSize = (128, 128)) -> Mask:
-    """A window, and global first tokens, which see all and are visible to all (Longformer, arXiv 2004.05150)."""
+    """A window, and global first tokens, which see all and are visible to all (Longformer, arXiv 2004.05150).
+
+    The global ones are the keys j < tokens and the queries of these positions, 0 ≤ i' < tokens.
+    """
     name = "global_and_local"
-    tokens = size_or_none(name, "tokens", tokens, least=0)
-    block_q, block_k = block_pair(name, block_size)
+    tokens = static_int(name, "tokens", tokens)
     local = _band(name, S, K, *window_pair(name, window), block_size)
-    row, column = _numbers(*local.shape)
-    is_global = (row[:, None] * block_q + K - S < tokens) | (column[None] * block_k < tokens)
-    return local | is_global
+    (first, last), (first_key, _) = _bounds(name, S, K, block_size)
+    has_global = jnp.maximum(first, 0) <= jnp.minimum(last, tokens - 1)
+    return local | has_global[:, None] | (first_key < tokens)[None]
 
 
 def strided(
     S: int, K: int, local: int, stride: int, heads: int | None = None, block_size: BlockSize = (128, 128)
 ) -> Mask | Bool[Array, "heads q_blocks kv_blocks"]:
-    """The `local` blocks up to the query's own, and every stride-th block of keys before these.
+    """The `local` blocks of keys up to the query's own, and every stride-th block of keys before these.
 
-    With `heads` each head has its own pattern, shifted by one block relative to the previous head: [heads, …]. Sparse
-    transformers, arXiv 1904.10509; with heads Phi-3-small, 2404.14219.
+    A query's own block is i' // block_k. With `heads` each head has its own pattern, shifted by one block relative to
+    the previous head: [heads, …]. Sparse transformers, arXiv 1904.10509; with heads Phi-3-small, 2404.14219.
     """
     name = "strided"
-    local, stride = size_or_none(name, "local", local), size_or_none(name, "stride", stride)
-    block_q, block_k = block_pair(name, block_size)
-    past = _band(name, S, K, None, 0, block_size)
-    row, column = _numbers(*past.shape)
-    own = ((row + 1) * block_q - 1 + K - S) // block_k  # the last block of keys visible to a block of queries
-    behind = own[:, None] - column[None]
-    head = jnp.arange(heads or 1, dtype=jnp.int32)[:, None, None]
-    kept = past & ((behind < local) | ((column + head + 1) % stride == 0))
+    local, stride = static_int(name, "local", local, 1), static_int(name, "stride", stride, 1)
+    head = jnp.arange(1 if heads is None else static_int(name, "heads", heads, 1), dtype=jnp.int32)
+    past, block_k = _band(name, S, K, None, 0, block_size), block_pair(name, block_size)[1]
+    (first, _), (first_key, _) = _bounds(name, S, K, block_size)
+    column = first_key // block_k
+    is_local = first[:, None] // block_k - column[None] < local
+    is_strided = (column[None] + head[:, None] + 1) % stride == 0
+    kept = past[None] & (is_local[None] | is_strided[:, None])
     return kept if heads is not None else kept[0]
 
 
@@ -72,11 +86,19 @@ def documents(
 
     The mask is exact if both arrays number documents consecutively; else it may keep blocks without a pair.
     """
-    ids = dict(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
-    require_dtype("documents", jnp.integer, "an integer type", **ids)
-    lengths = q_segment_ids.shape[1], kv_segment_ids.shape[1]
-    visibility = Visibility(*lengths, None, None, segment_ids=(q_segment_ids, kv_segment_ids))
-    return visibility.blocks(*_within(*lengths, "documents", block_size))[0][:, None]
+    name, ids = "documents", dict(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
+    ids = {of: array(name, of, x) for of, x in ids.items()}
+    require_rank(name, 2, "batch, tokens", **ids)
+    require_dtype(name, np.integer, "an integer type", **ids)
+    q, kv = (int32(x) for x in ids.values())
+    if q.shape[0] != kv.shape[0]:
+        rule = "they must be equal"
+        raise value_error(
+            name, f"kv_segment_ids has batch {kv.shape[0]} but q_segment_ids has {q.shape[0]}; {rule}", **ids
+        )
+    lengths = q.shape[1], kv.shape[1]
+    blocks = (min(block, max(1, n)) for block, n in zip(block_pair(name, block_size), lengths, strict=True))
+    return Visibility(*lengths, None, None, segment_ids=(q, kv)).blocks(*blocks)[0][:, None]
 
 
 def vertical_slash(
@@ -88,41 +110,74 @@ def vertical_slash(
 ) -> Bool[Array, "*batch_and_heads q_blocks kv_blocks"]:
     """The keys `vertical`, and the diagonals i' − j = `slash`, of each head (MInference, arXiv 2407.02490).
 
-    Both may be traced; numbers out of range keep nothing.
+    Both may be traced; numbers out of range keep nothing. Memory grows with S + K and with the number of blocks.
     """
-    block_q, block_k = _within(S, K, "vertical_slash", block_size)
-    rows, columns = -(-S // block_q), -(-K // block_k)
-    row, column = _numbers(rows, columns)
-    of_vertical = ((vertical // block_k)[..., None] == column) & (vertical >= 0)[..., None] & (vertical < K)[..., None]
-    # A diagonal crosses the keys from that of a block's first query up to that of its last one.
-    first = (row * block_q + K - S) - slash[..., None]
-    last = (jnp.minimum((row + 1) * block_q, S) - 1 + K - S) - slash[..., None]
-    begin, end = jnp.clip(first // block_k, 0, columns), jnp.clip(last // block_k + 1, 0, columns)
-    end = jnp.maximum(begin, jnp.where(first < K, end, begin))
-    step = lambda at: jax.nn.one_hot(at, columns + 1, dtype=jnp.int32).sum(-3)  # over all diagonals
-    crossing = jnp.cumsum(step(begin) - step(end), -1)[..., :columns] > 0
-    return of_vertical.any(-2)[..., None, :] | crossing
+    name = "vertical_slash"
+    queries, keys = _bounds(name, S, K, block_size)
+    numbers = {of: array(name, of, x) for of, x in dict(vertical=vertical, slash=slash).items()}
+    require_dtype(name, np.integer, "an integer type", **numbers)
+    for of, x in numbers.items():
+        if not x.ndim:
+            raise value_error(name, f"{of} has no axes; its last axis must be that of the numbers of a head", **numbers)
+    try:
+        np.broadcast_shapes(*(x.shape[:-1] for x in numbers.values()))
+    except ValueError:
+        raise value_error(name, "vertical and slash must have the same batch and heads", **numbers) from None
+    columns = _any_between(int32(numbers["vertical"]), 0, K, *keys)
+    diagonals = _any_between(int32(numbers["slash"]), 1 - S, K, *_differences(queries, keys))
+    return columns[..., None, :] | diagonals
 
 
 def top_k(scores: Float[Array, "*batch_and_heads q_blocks kv_blocks"], k: int) -> Bool[Array, "*shape"]:
-    """The k blocks of keys with the highest scores for each block of queries, except scores of −∞. May be traced."""
-    k = size_or_none("top_k", "k", k)
-    if not jnp.issubdtype(scores.dtype, jnp.floating) or scores.ndim < 2:
-        raise value_error("top_k", "scores must be floats […, q_blocks, kv_blocks]", scores=scores)
-    best, at = lax.top_k(scores, min(k, scores.shape[-1]))
-    kept = jax.nn.one_hot(at, scores.shape[-1], dtype=bool) & (best > -jnp.inf)[..., None]
-    return kept.any(-2)
+    """The k blocks of keys with the highest scores for each block of queries, except scores of −∞ and NaN.
+
+    Of equal scores the earlier block comes first. May be traced.
+    """
+    name = "top_k"
+    scores, k = array(name, "scores", scores), static_int(name, "k", k, 1)
+    require_dtype(name, np.floating, "a float type", scores=scores)
+    if scores.ndim < 2:
+        rule = "it must have two at least, blocks of queries and of keys"
+        raise value_error(name, f"scores has {scores.ndim} axes; {rule}", scores=scores)
+    scores, k = jnp.where(jnp.isnan(scores), -jnp.inf, scores), min(k, scores.shape[-1])
+    least = lax.top_k(scores, k)[0][..., -1:]
+    above, equal = scores > least, scores == least
+    first_equal = jnp.cumsum(equal, -1, dtype=jnp.int32) <= k - above.sum(-1, keepdims=True, dtype=jnp.int32)
+    return (above | equal & first_equal) & (scores > -jnp.inf)
 
 
 def _band(name: str, S: int, K: int, left: int | None, right: int | None, block_size: BlockSize) -> Mask:
-    return jnp.asarray(Visibility(S, K, left, right).blocks(*_within(S, K, name, block_size))[0][0])
+    least, most = _differences(*_bounds(name, S, K, block_size))
+    left, right = (LARGEST_SIZE if bound is None else min(bound, LARGEST_SIZE) for bound in (left, right))
+    return (least <= left) & (most >= -right)
 
 
-def _within(S: int, K: int, name: str, block_size: BlockSize) -> BlockSize:
-    """The block size, limited to the lengths."""
-    block_q, block_k = block_pair(name, block_size)
-    return min(block_q, max(1, S)), min(block_k, max(1, K))
+def _bounds(name: str, S: int, K: int, block_size: BlockSize) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The positions i' of the first and the last query of each block, and the first and the last key j of each."""
+    S, K = static_int(name, "S", S), static_int(name, "K", K)
+    sizes = zip((S, K), block_pair(name, block_size), strict=True)
+    queries, keys = ((first := np.arange(0, n, block), np.minimum(first + block, n) - 1) for n, block in sizes)
+    queries = (i + K - S for i in queries)
+    return tuple(tuple(jnp.asarray(x, jnp.int32) for x in ends) for ends in (queries, keys))
 
 
-def _numbers(rows: int, columns: int) -> tuple[Array, Array]:
-    return jnp.arange(rows, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
+def _differences(queries: tuple[Any, Any], keys: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The least and the greatest i' − j of the pairs in each block, which has all differences in between, too."""
+    (first, last), (first_key, last_key) = queries, keys
+    return first[:, None] - last_key[None], last[:, None] - first_key[None]
+
+
+def _any_between(numbers: Array, begin: int, end: int, low: Any, high: Any) -> Bool[Array, "..."]:
+    """Whether low ≤ x ≤ high for any x of numbers […, n]; begin ≤ low and high < end are arrays: […, *low's shape]."""
+
+    def of_one(numbers):
+        inside = (numbers >= begin) & (numbers < end)
+        at = jnp.where(inside, numbers - begin, end - begin)
+        there = jnp.zeros(end - begin, jnp.int32).at[at].set(1, mode="drop")
+        before = jnp.pad(jnp.cumsum(there, dtype=jnp.int32), (1, 0))
+        of = lambda x: before[x - begin]
+        return of(high + 1) > of(low)
+
+    for _ in numbers.shape[:-1]:
+        of_one = jax.vmap(of_one)
+    return of_one(numbers)

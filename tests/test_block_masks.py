@@ -49,7 +49,10 @@ def test_bands(S, K, block_size, window):
     found = block_masks.sliding_window(S, K, window, block_size)
     np.testing.assert_array_equal(found, blocks_of(seen, block_size))
     found = block_masks.global_and_local(S, K, 3, window, block_size)
-    np.testing.assert_array_equal(found, blocks_of(seen | (j < 3) | (i < 3), block_size))
+    np.testing.assert_array_equal(found, blocks_of(seen | (j < 3) | ((i >= 0) & (i < 3)), block_size))
+    np.testing.assert_array_equal(
+        block_masks.global_and_local(S, K, 0, window, block_size), blocks_of(seen, block_size)
+    )
 
 
 @CORE
@@ -60,6 +63,19 @@ def test_strided():
     of_heads = block_masks.strided(20, 20, 1, 3, heads=2, block_size=(4, 4))
     np.testing.assert_array_equal(of_heads[0], kept)
     np.testing.assert_array_equal(of_heads[1, 4], [False, True, False, False, True])
+
+
+@pytest.mark.parametrize(
+    ("S", "K", "block_size"),
+    [*SIZES, (1, 1000, (128, 128)), (17, 17, (16, 4)), (10, 10, (128, 4)), (130, 257, (64, 128))],
+)
+def test_strided_is_of_pairs(S, K, block_size):
+    """Of queries that are not aligned with blocks of keys, as in decoding, and of blocks that are not square."""
+    i, j = places(S, K)
+    own, column, head = i // block_size[1], j // block_size[1], np.arange(2)[:, None, None]
+    pairs = (column <= own) & ((own - column < 2) | ((column + head + 1) % 3 == 0))
+    found = block_masks.strided(S, K, 2, 3, heads=2, block_size=block_size)
+    np.testing.assert_array_equal(found, blocks_of(pairs, block_size) & blocks_of(j <= i, block_size))
 
 
 @each_size
@@ -89,6 +105,86 @@ def test_top_k():
     found = jax.jit(partial(block_masks.top_k, k=2))(scores)
     np.testing.assert_array_equal(found, [[[True, False, True, False], [True, False, False, False]]])
     assert block_masks.top_k(scores, 9).sum() == 5
+
+
+def test_top_k_of_equal_scores_and_of_nan():
+    """Of equal ones the first are kept; NaN is never kept, and takes no block's place."""
+    scores = np.array([[1.0, 2.0, 1.0, 1.0, 0.0], [np.nan, 1.0, np.nan, 3.0, 2.0]], np.float32)
+    found = block_masks.top_k(scores, 3)
+    np.testing.assert_array_equal(found, np.array([[1, 1, 1, 0, 0], [0, 1, 0, 1, 1]], bool))
+
+
+@pytest.mark.parametrize("dtype", (np.int8, np.uint8, np.int16, np.uint32))
+def test_vertical_slash_of_any_integer_type(dtype):
+    numbers = np.array([[3, 100], [0, 127]], dtype)
+    wanted = block_masks.vertical_slash(1000, 1000, numbers.astype(np.int32), numbers.astype(np.int32))
+    np.testing.assert_array_equal(block_masks.vertical_slash(1000, 1000, numbers, numbers), wanted)
+
+
+def test_windows_of_any_size():
+    """A bound may be larger than any length, and than an int of 32 bits."""
+    for bound in (2**31 - 1, 2**31, 2**40):
+        for S, K in ((40, 40), (60, 30)):
+            everything = block_masks.sliding_window(S, K, (bound, bound), (8, 8))
+            np.testing.assert_array_equal(everything, np.ones(everything.shape, bool))
+            np.testing.assert_array_equal(
+                block_masks.sliding_window(S, K, bound, (8, 8)), block_masks.causal(S, K, (8, 8))
+            )
+
+
+@pytest.mark.usefixtures("strict")
+def test_builders_for_users_who_forbid_promotion():
+    numbers, ids = np.zeros((2, 3), np.int16), np.zeros((2, 16), np.int32)
+    block_masks.strided(16, 16, 1, 2, heads=2, block_size=(4, 4))
+    block_masks.global_and_local(16, 16, 1, 2, (4, 4))
+    block_masks.documents(ids.astype(np.uint8), ids, (4, 4))
+    block_masks.vertical_slash(16, 16, numbers, numbers, (4, 4))
+    block_masks.top_k(np.ones((2, 3, 4), np.float16), 2)
+
+
+def test_builders_of_a_long_context_take_little_memory():
+    """MInference on 128k tokens: 1000 keys and 6000 diagonals of each of 32 heads; and 100 of 1024 blocks by scores."""
+    tokens, of = 2**17, lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
+    programs = (
+        (partial(block_masks.vertical_slash, tokens, tokens), of(32, 1000), of(32, 6000)),
+        (partial(block_masks.top_k, k=100), of(32, 1024, 1024, dtype=jnp.float32)),
+    )
+    for f, *arguments in programs:
+        assert jax.jit(f).lower(*arguments).compile().memory_analysis().temp_size_in_bytes < 2**30
+
+
+@CORE
+@pytest.mark.parametrize(
+    ("name", "given", "error", "message"),
+    (
+        ("causal", (-3, 4), ValueError, "S is -3; it must be from 0"),
+        ("sliding_window", (8, 2.5, 4), TypeError, "K is 2.5; it must be an int"),
+        ("global_and_local", (8, 8, None, 4), TypeError, "tokens is None; it must be an int"),
+        ("strided", (8, 8, None, 2), TypeError, "local is None; it must be an int"),
+        ("strided", (8, 8, 1, 2, 0), ValueError, "heads is 0; it must be from 1"),
+        ("strided", (8, 8, 1, 2, True), TypeError, "heads is True; it must be an int"),
+        ("documents", ([[0]], [[0]]), TypeError, "q_segment_ids must be an array, not list"),
+        (
+            "documents",
+            (np.zeros(5, int), np.zeros((1, 5), int)),
+            ValueError,
+            "q_segment_ids has 1 axes; it must have 2",
+        ),
+        ("documents", (np.zeros((2, 5), int), np.zeros((3, 5), int)), ValueError, "kv_segment_ids has batch 3"),
+        ("vertical_slash", (8, 8, [1], [2]), TypeError, "vertical must be an array, not list"),
+        ("vertical_slash", (8, 8, np.ones(1), np.ones(1, int)), TypeError, "vertical has dtype float"),
+        ("vertical_slash", (8, 8, np.ones(1, int), np.ones((), int)), ValueError, "slash has no axes"),
+        ("vertical_slash", (8, 8, np.ones((2, 1), int), np.ones((3, 1), int)), ValueError, "vertical and slash must"),
+        ("top_k", ([[1.0]], 2), TypeError, "scores must be an array, not list"),
+        ("top_k", (np.ones((2, 3), np.float32), None), TypeError, "k is None; it must be an int"),
+        ("top_k", (np.ones(3, np.float32), 1), ValueError, "scores has 1 axes; it must have two at least"),
+        ("top_k", (np.ones((2, 3), np.int32), 1), TypeError, "scores has dtype int32; it must be a float type"),
+    ),
+)
+@pytest.mark.usefixtures("types_unchecked")
+def test_wrong_arguments_of_builders(name, given, error, message):
+    with pytest.raises(error, match=f"{name}: {message}"):
+        getattr(block_masks, name)(*given)
 
 
 # --- From a function --------------------------------------------------------------------------------------------------

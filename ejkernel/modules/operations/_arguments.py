@@ -133,6 +133,15 @@ def static_number(operation: str, name: str, x: Any) -> float:
         return np.inf if x > 0 else -np.inf
 
 
+def static_int(operation: str, name: str, x: Any, least: int = 0) -> int:
+    """An int that is known at tracing time, of at least `least` and of 32 bits."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise type_error(operation, f"{name} is {shown(x)}; it must be an int")
+    if not least <= x <= LARGEST_SIZE:
+        raise value_error(operation, f"{name} is {shown(x)}; it must be from {least} to 2**31 - 1")
+    return int(x)
+
+
 def static_scale(operation: str, x: Any, dtype: Any) -> float:
     """A static softmax_scale for logits of a dtype; its product with log₂ e, which kernels use, has to be finite."""
     scale, most = static_number(operation, "softmax_scale", x), float(np.finfo(dtype).max) / 2

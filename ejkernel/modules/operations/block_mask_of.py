@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool
 
 from ...errors import type_error, value_error
 from .._composed import composed
-from ._arguments import block_pair
+from ._arguments import block_pair, static_int
 
 NAME = "block_mask_of"
 
@@ -45,13 +45,9 @@ def block_mask_of(
     FlexAttention, arXiv 2412.05496.
     """
     block_q, block_k = block_pair(NAME, block_size)
-    for name, length in (("S", S), ("K", K)):
-        if isinstance(length, bool) or not isinstance(length, int | np.integer):
-            raise type_error(NAME, f"{name} is {length!r}; it must be an int")
-        if not 0 <= length < 2**31:
-            raise value_error(NAME, f"{name} is {length}; it must be from 0 to 2**31 - 1")
-    block_q, block_k = min(block_q, max(1, int(S))), min(block_k, max(1, int(K)))
-    rows, columns = -(-int(S) // block_q), -(-int(K) // block_k)
+    S, K = static_int(NAME, "S", S), static_int(NAME, "K", K)
+    block_q, block_k = min(block_q, max(1, S)), min(block_k, max(1, K))
+    rows, columns = -(-S // block_q), -(-K // block_k)
     leading = _leading(fn, block_q, block_k)
 
     def is_kept(number):
