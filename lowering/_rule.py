@@ -6,6 +6,7 @@ config. The implementation is traced with the shapes of one device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,7 +66,7 @@ def body_of(
             arrays = _opaque(arrays) if target.backend == Backend.CPU else arrays
             positional, extra = primitive.arguments(dict(zip(names, arrays, strict=True)), results)
             label = labelled(primitive.name, entry.platform, used)
-            with progress.tracing(entry, list_candidates), lowering_for(target), label:
+            with progress.tracing(entry, list_candidates), lowering_for(target), label, _widths(entry, target):
                 return list(entry.implementation(*positional, **extra, spec=spec, config=used))
 
         if not _is_stored(entry, target):
@@ -86,10 +87,22 @@ def _opaque(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return jax.lax.optimization_barrier(list(arrays))
 
 
+def _widths(entry: KernelSpec, target: Target) -> AbstractContextManager:
+    """The context in which a kernel is traced: the Pallas kernels of TPUs without `jax_enable_x64`.
+
+    They compute with 32 bits at most, and with it Pallas would trace the indices of their blocks as 64-bit integers.
+    """
+    is_mosaic = _is_of_library(entry) and target.backend == Backend.TPU and entry.platform != Platform.XLA
+    return jax.enable_x64(False) if is_mosaic else nullcontext()
+
+
+def _is_of_library(entry: KernelSpec) -> bool:
+    return entry.implementation.__module__.startswith("ejkernel.")
+
+
 def _is_stored(entry: KernelSpec, target: Target) -> bool:
     """Whether the lowered kernel is cached on disk: those of this library for GPUs, which are slow to lower."""
-    is_of_library = entry.implementation.__module__.startswith("ejkernel.")
-    return is_of_library and target.backend == Backend.GPU and entry.platform != Platform.XLA
+    return _is_of_library(entry) and target.backend == Backend.GPU and entry.platform != Platform.XLA
 
 
 def implementation(
