@@ -147,6 +147,28 @@ def test_a_traced_scale_has_a_gradient(x64):
     np.testing.assert_allclose(jax.grad(f)(jnp.asarray(D**-0.5)), slope, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ("bfloat16", pytest.param("float16", marks=pytest.mark.slow)))
+def test_a_traced_scale_rounds_no_more_than_a_number(dtype):
+    """Large logits in half precision, in all branches: results and gradients are as near to those of float64."""
+    arrays, lists = arrays_of(CALLS["square"])
+    q, k, v, gates = (jnp.asarray(x, dtype) for x in (30 * arrays[0], *arrays[1:]))
+    f = jax.jit(lambda scale, *x: operation(CALLS["square"], *x, lists, softmax_scale=scale))
+    of_number = jax.jit(lambda *x: operation(CALLS["square"], *x, lists, softmax_scale=0.3))
+    do = jnp.asarray(np.random.default_rng(1).standard_normal((2, 21, H, V)), dtype)
+
+    def distances(f, *x):
+        with jax.enable_x64(True):
+            wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (q, k, v, gates, do)]
+            o, pull = jax.vjp(of_number, *wide[:4])
+            exact = [np.asarray(a) for a in (o, *pull(wide[4]))]
+        o, pull = jax.vjp(f, *x)
+        found = [np.asarray(a, np.float64) for a in (o, *pull(do)[-4:])]
+        return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, exact, strict=True)]
+
+    traced, number = distances(f, jnp.float32(0.3), q, k, v, gates), distances(of_number, q, k, v, gates)
+    assert all(a <= 1.5 * b for a, b in zip(traced, number, strict=True)), (traced, number)
+
+
 def test_invisible_keys_may_be_nan():
     """Tokens of no sequence, and keys that no list names, in forward and gradient; the gates there too."""
     call = CALLS["packed"]

@@ -103,14 +103,16 @@ def native_sparse_attention_arguments(
     lists = {} if block_indices is None else {"block_indices": _lists(block_indices, q, k)}
     named = align(algorithm.forward, dict(q=q, k=k, v=v, **lists, **packed))
     inside = _inside(q, k, cuts)
-    named["q"], scale = _scaled(named["q"], softmax_scale, inside)
+    named["q"], scale = _scale(named["q"], softmax_scale, inside)
+    branches = _other_branches(named, gates, size, window, scale)
+    if isinstance(scale, jax.Array):
+        named, scale = named | _scaled(named["q"], named["k"], scale), 1.0
     if block_indices is None:
         options = dict(block_counts=counts, block_size=size, softmax_scale=scale)
         of = [jax.lax.stop_gradient(named[name]) for name in ("q", "k")]
         executor = call_context().executor
         named["block_indices"] = _run(executor, NativeSparseBlocks, *of, *(x[0] for x in packed.values()), **options)
         named = align(algorithm.forward, named)
-    branches = _other_branches(named, gates, size, window, scale)
 
     def finish(out: Mapping[str, Any]):
         o = _gated(out["o"], gates["g_slc"], inside, branches)
@@ -148,8 +150,8 @@ def _lists(x: Any, q: Any, k: Any) -> Any:
     return int32(x)
 
 
-def _scaled(q: Any, scale: Any, inside: Any) -> tuple[Any, float]:
-    """q and the static scale: a traced one is multiplied into q, which is 0 then in tokens that see nothing.
+def _scale(q: Any, scale: Any, inside: Any) -> tuple[Any, float | Array]:
+    """q and the scale, a number or a traced array. For the latter q is 0 in tokens that see nothing.
 
     They may be NaN, and so would be their product with a cotangent of 0 in the gradient of the scale.
     """
@@ -157,13 +159,26 @@ def _scaled(q: Any, scale: Any, inside: Any) -> tuple[Any, float]:
     if scale is None:
         require_known(NAME, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
         return q, q.shape[-1] ** -0.5
-    if not isinstance(scale, jax.Array | jax.core.Tracer):
+    if not isinstance(scale, jax.Array):
         return q, static_scale(NAME, scale, dtype)
     if scale.shape != ():
         raise value_error(NAME, "softmax_scale must be a scalar", softmax_scale=scale)
     require_dtype(NAME, np.floating, "a float type", softmax_scale=scale)
-    q = jnp.where(inside[..., None], q, jnp.zeros((), q.dtype))
-    return (q.astype(dtype) * scale.astype(dtype)).astype(q.dtype), 1.0
+    return jnp.where(inside[..., None], q, jnp.zeros((), q.dtype)), scale.astype(dtype)
+
+
+def _scaled(q: Array, k: Array, scale: Array) -> dict[str, Array]:
+    """q and k whose products are the logits, as the primitive of the selected branch has no operand for a scale.
+
+    In half precision, scale · q is the sum of two numbers, as one would be rounded by 2⁻⁹ and large logits by more than
+    their products are. They are twice as many features of q, and those of k are repeated.
+    """
+    wide = q.astype(scale.dtype) * scale
+    high = wide.astype(q.dtype)
+    if q.dtype == scale.dtype:
+        return dict(q=high, k=k)
+    low = (wide - high.astype(scale.dtype)).astype(q.dtype)
+    return dict(q=jnp.concatenate([high, low], axis=-1), k=jnp.concatenate([k, k], axis=-1))
 
 
 def _inside(q: Any, k: Any, cuts: Any) -> Any:
@@ -180,7 +195,7 @@ def _run(executor: Executor, operation: type[Operation], *args: Any, **options: 
 
 
 def _other_branches(
-    named: Mapping[str, Any], gates: Mapping[str, Any], size: int, window: Any, scale: float
+    named: Mapping[str, Any], gates: Mapping[str, Any], size: int, window: Any, scale: float | Array
 ) -> list[tuple[Any, Callable[[], Any]]]:
     """(gate, function that computes the branch) for each branch besides the selected one; a gate of None is 1."""
     q, k, v = (named[name] for name in "qkv")
