@@ -224,6 +224,7 @@ def test_nothing_is_of_the_size_of_all_pairs():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     (
+        (dict(fn=None), TypeError, "fn is a NoneType; it must be a function"),
         (dict(fn=lambda i, j: i + j), TypeError, r"fn gives .*int32.*; it must give an array of bool"),
         (dict(fn=lambda i, j: jnp.ones((3, 5), bool)), ValueError, r"fn gives an array of shape \[3, 5\]; it must"),
         (dict(S=2.5), TypeError, "S is 2.5; it must be an int"),

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool
 
-from ...errors import type_error, value_error
+from ...errors import a_type, type_error, value_error
 from .._composed import composed
 from ._arguments import block_pair, static_int
 
@@ -45,6 +45,8 @@ def block_mask_of(
     FlexAttention, arXiv 2412.05496.
     """
     block_q, block_k = block_pair(NAME, block_size)
+    if not callable(fn):
+        raise type_error(NAME, f"fn is {a_type(fn)}; it must be a function of (i, j)")
     S, K = static_int(NAME, "S", S), static_int(NAME, "K", K)
     block_q, block_k = min(block_q, max(1, S)), min(block_k, max(1, K))
     rows, columns = -(-S // block_q), -(-K // block_k)

@@ -17,7 +17,7 @@ from ...primitives.flash_attention import flash_attention as algorithm
 from ...types import ConfigLike, CuSeqlens, Scale, Window
 from .._argument_names import renaming
 from .._composed import composed
-from ._arguments import array, config_of, require_dtype, vary_alike
+from ._arguments import array, config_of, require_dtype, static_number, vary_alike
 from ._attention import attention_call
 from .flash_attention import FlashAttention
 
@@ -156,7 +156,10 @@ def _factor(lambda_: Any, q1: Array) -> Array:
     """λ in the dtype in which the difference is computed."""
     dtype = np.promote_types(q1.dtype, np.float32)
     if isinstance(lambda_, float | int) and not isinstance(lambda_, bool):
-        return jnp.asarray(lambda_, dtype)
+        number = static_number(NAME, "lambda_", lambda_)
+        if not abs(number) <= float(np.finfo(dtype).max):
+            raise value_error(NAME, f"lambda_ is {number}; it must be finite, and a number of {dtype}")
+        return jnp.asarray(number, dtype)
     lambda_ = array(NAME, "lambda_", lambda_)
     require_dtype(NAME, np.floating, "a float type", lambda_=lambda_)
     if lambda_.shape not in ((), (q1.shape[-2],)):
