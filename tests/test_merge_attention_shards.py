@@ -146,6 +146,26 @@ def test_one_collective():
     assert found == {"all-gather": 1}
 
 
+@pytest.mark.parametrize("check_vma", (True, False), ids=("checked", "unchecked"))
+@pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
+def test_the_batch_is_not_gathered(types, check_vma):
+    """Beside an axis that splits the batch, o and lse are exchanged over that of the keys alone, in derivatives too."""
+    mesh = jax.make_mesh((2, 2), ("b", "x"), devices=jax.devices()[:4], axis_types=(types,) * 2)
+    o, lse = normal(2, 6, HEADS, D), normal(2, 6, HEADS)
+    merge = lambda o, lse: lax.merge_attention_shards(o[0], lse[0], axis_name="x", heads_last=True)
+    over = dict(mesh=mesh, in_specs=P("x"), out_specs=P(), axis_names={"x"}, check_vma=check_vma)
+    f = jax.shard_map(merge, **over)
+    placed = [jax.device_put(x, jax.NamedSharding(mesh, P("x", "b"))) for x in (o, lse)]
+    auto = {"all-reduce": 1} if check_vma else {"collective-permute": 1}
+    compiled = jax.jit(f).lower(*placed).compile()
+    assert collectives(compiled.as_text()) == (auto if types == AxisType.Auto else {"all-gather": 1})
+    assert compiled.output_shardings[0].spec[0] == "b"
+    whole = lambda o, lse: lax.merge_attention(o[0], lse[0], o[1], lse[1], heads_last=True)
+    assert_close(compiled(*placed), tuple(map(np.asarray, whole(o, lse))), 1e-6)
+    gradient = lambda f: jax.jit(jax.grad(lambda *x: sum(jnp.sin(3 * y).sum() for y in f(*x)), (0, 1)))
+    assert_close(gradient(f)(*placed), tuple(map(np.asarray, gradient(whole)(o, lse))), 1e-5)
+
+
 # --- What it is besides -----------------------------------------------------------------------------------------------
 
 

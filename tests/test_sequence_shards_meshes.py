@@ -79,7 +79,8 @@ def of_sines(f):
 
 @pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
 @pytest.mark.parametrize("manual", ({"x", "b"}, {"x"}), ids=("all_manual", "rest_not"))
-def test_beside_heads_that_are_sharded(types, manual):
+@pytest.mark.parametrize("check_vma", (True, pytest.param(False, marks=pytest.mark.slow)), ids=("checked", "unchecked"))
+def test_beside_heads_that_are_sharded(types, manual, check_vma):
     """The heads over another axis, Manual or not."""
     of, mesh = CASES["gla"], jax.make_mesh((2, 2), ("b", "x"), devices=jax.devices()[:4], axis_types=(types,) * 2)
     x = of.arrays()
@@ -88,7 +89,8 @@ def test_beside_heads_that_are_sharded(types, manual):
     inner = {name: only_manual(spec) for name, spec in specs.items()}
     results = [only_manual(P(None, "x", "b")), only_manual(P(None, "b"))]
     call = lambda x: of.call(x, axis_name="x")
-    f = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(inner,), out_specs=results, axis_names=manual))
+    over = dict(mesh=mesh, in_specs=(inner,), out_specs=results, axis_names=manual, check_vma=check_vma)
+    f = jax.jit(jax.shard_map(call, **over))
     x = {name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in x.items()}
     loss = of_sines(f)
     wanted = jax.value_and_grad(of_sines(of.call))(of.arrays())

@@ -97,6 +97,16 @@ def test_shard_map_without_check_vma(strategy):
     assert_close(jax.jit(jax.value_and_grad(sines(f)))(x), jax.value_and_grad(sines(whole))(x), 2e-5)
 
 
+@each_type
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_check_vma_beside_a_batch_that_is_sharded(strategy, types):
+    x, mesh = random(**QKV), jax.make_mesh((2, 2), ("b", "x"), devices=jax.devices()[:4], axis_types=(types,) * 2)
+    of, call = P(None, "x"), lambda x: ring(x, strategy=strategy)
+    f = jax.shard_map(call, mesh=mesh, in_specs=of, out_specs=of, axis_names={"x"}, check_vma=False)
+    placed = jax.device_put(x, NamedSharding(mesh, P("b", "x")))
+    assert_close(jax.jit(jax.value_and_grad(sines(f)))(placed), jax.value_and_grad(sines(whole))(x), 2e-5)
+
+
 # --- Scripts ----------------------------------------------------------------------------------------------------------
 
 in_script = pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from ...types import Sinks
 from .._composed import composed
 from ._arguments import array, axis_size, require_dtype, vary_alike
 from ._attention import sinks_of_heads
+from ._collectives import all_gather, is_checked
 from .merge_attention import Lse, Output, heads_are_last, merge_attention
 
 NAME = "merge_attention_shards"
@@ -38,8 +39,10 @@ def merge_attention_shards(
         o, lse = merge_attention_shards(o, lse, axis_name="x", heads_last=True)
 
     o and lse of all devices are exchanged by one all-gather, 4·(V + 1) bytes for each row and device, and merged by
-    `merge_attention` in float32. A device without a key of a sequence has lse = −∞ there. Windows are not possible, as
-    a shard's window would count its own positions. Differentiable if the parts are; operations of serving are not.
+    `merge_attention` in float32. Beside Auto axes of the mesh, where XLA would gather the batch for it, the exchange is
+    one all-reduce of twice the bytes, or permutes if shard_map does not check which arrays vary. A device without a key
+    of a sequence has lse = −∞ there. Windows are not possible, as a shard's window would count its own positions.
+    Differentiable if the parts are; operations of serving are not.
 
     Args:
         o: [T, H, V] or [B, S, H, V], the attention over the keys of this device.
@@ -76,13 +79,11 @@ def merge_attention_shards(
 def _of_all_devices(rows: Array, axis_name: Any) -> Array:
     """The rows of all devices [devices,…], equal on all devices.
 
-    The gather is tiled, as one on a new axis would leave Explicit axes one place early in the spec (jax 0.11.2).
     "invarying" tells shard_map that the result is equal on all devices; where shard_map does not check these types,
     the gradients from other devices would be missing.
     """
-    rows, index = vary_alike({"rows": rows, "index": lax.axis_index(axis_name)}).values()
-    checked = bool(jax.typeof(index).manual_axis_type.varying)
-    return lax.all_gather(rows[None], axis_name, tiled=True, to="invarying" if checked else "varying")
+    rows = vary_alike({"rows": rows, "index": lax.axis_index(axis_name)})["rows"]
+    return all_gather(rows[None], axis_name, to="invarying" if is_checked(axis_name) else "varying")
 
 
 def _parts(rows: Array, last: bool) -> tuple[Array, Array]:
