@@ -23,6 +23,7 @@ def refused(size=2, q=(1, 8, 2, 8), k=(1, 8, 2, 8), **options):
 CUTS, IDS = np.array([0, 4]), np.zeros((1, 8), np.int32)
 WRONG = {
     "there is no axis 'y' here; call it inside jax.shard_map": dict(axis_name="y"),
+    r"axis_name is \('x', 'x'\); it must name each mesh axis once": dict(axis_name=("x", "x")),
     "layout is 'spiral'; it must be one of contiguous, striped, zigzag": dict(layout="spiral"),
     "strategy is 'fast'; it must be auto, ring, all_gather, ulysses": dict(strategy="fast"),
     "q has 7 tokens; zigzag needs an even number": dict(q=(1, 7, 2, 8), k=(1, 8, 2, 8)),

@@ -242,6 +242,8 @@ def axis_size(operation: str, axis_name: Any) -> int:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(name, str) for name in names):
         raise type_error(operation, f"axis_name is {shown(axis_name)}; it must be the name of a mesh axis, or several")
+    if len(set(names)) < len(names):  # XLA ends the process where a collective names an axis twice
+        raise value_error(operation, f"axis_name is {shown(axis_name)}; it must name each mesh axis once")
     try:
         return jax.lax.axis_size(axis_name)
     except NameError:
