@@ -154,7 +154,7 @@ def test_the_measured_throughput_decides():
 def test_every_refusal_names_a_way():
     for strategy, of in (
         ("ulysses", problem(heads=(6, 2))),
-        ("ulysses", problem(has_pairs=True)),
+        ("ulysses", problem(has_rows=True)),
         ("all_gather", problem(layout="striped")),
     ):
         assert "use ring" in refusal(strategy, of)

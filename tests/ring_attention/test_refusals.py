@@ -38,6 +38,9 @@ WRONG = {
         size=4, strategy="ulysses"
     ),
     "ulysses would need the bias or mask of all rows": dict(strategy="ulysses", mask=np.ones((8, 16), bool)),
+    "ulysses would need the bias or mask of all rows on each": dict(
+        strategy="ulysses", layout="striped", q=(1, 1, 2, 8), k=(1, 1, 2, 8), mask=np.ones((1, 2), bool)
+    ),
     "all_gather has no causal mask .* use ring, or the layout zigzag": dict(
         strategy="all_gather", layout="striped", causal=True
     ),

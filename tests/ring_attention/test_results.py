@@ -68,6 +68,33 @@ def test_each_ring(name, size, layout, strategy):
     check(case(name, strategy, layout, sizes, of.pop("operands", ()), size, **of))
 
 
+OF_ALL_ROWS = dict(
+    keys=dict(bias=Operand("b 1 1 c", sums=2), mask=Operand("h 1 c", some)),
+    batch_elements=dict(bias="h 1 1", mask=Operand("b 1 1 1", lambda rng, shape: np.arange(4).reshape(shape) % 2 == 0)),
+)
+
+
+@pytest.mark.parametrize("name", OF_ALL_ROWS)
+@pytest.mark.parametrize(
+    ("strategy", "layout"),
+    [
+        ("ulysses", "zigzag"),
+        *(
+            pytest.param(*call, marks=pytest.mark.slow)
+            for call in (
+                ("ulysses", "striped"),
+                ("ulysses", "contiguous"),
+                ("ring", "zigzag"),
+                ("all_gather", "zigzag"),
+            )
+        ),
+    ],
+)
+def test_a_bias_and_a_mask_that_all_queries_share(name, strategy, layout):
+    """Of keys, of heads and of batch elements; every strategy takes them."""
+    check(case(name, strategy, layout, dict(b=4, s=16, t=16, c=16), OF_ALL_ROWS[name], causal=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", (1, 8))

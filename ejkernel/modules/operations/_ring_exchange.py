@@ -125,6 +125,9 @@ def ulysses(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
     count = arrays["q"].shape[2] // call.size
     own = lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(call.axis_name) * count, count, 1)
     given |= {name: own(arrays[name]) for name in ("sinks", "dropout_key") if name in arrays}
+    # Those of which all rows are equal.
+    pairs = {name: arrays[name] for name in ("bias", "mask") if name in arrays}
+    given |= {name: _in_sequence(x if x.shape[1] == 1 else own(x), 3, call) for name, x in pairs.items()}
     given |= {name: arrays[name] for name in ("softmax_scale",) if name in arrays}
     o, lse = _flash(call, given, call.band)
     return tokens(o, 1), tokens(lse, 2)

@@ -18,7 +18,10 @@ _START = 99e-6
 
 
 class Problem(NamedTuple):
-    """What the choice depends on: sizes of one sequence on a device, and the options of the call."""
+    """What the choice depends on: sizes of one sequence on a device, and the options of the call.
+
+    `has_rows` says that a bias or mask differs between queries.
+    """
 
     size: int
     layout: str
@@ -27,7 +30,7 @@ class Problem(NamedTuple):
     k_shape: tuple[int, ...]
     v_head_dim: int
     dtype: Any
-    has_pairs: bool = False
+    has_rows: bool = False
     has_dropout: bool = False
     batch: int = 1
 
@@ -41,7 +44,7 @@ def refusal(strategy: str, problem: Problem) -> str | None:
                 f"ulysses splits heads, and {heads} query and {kv_heads} key/value heads are no multiples of "
                 f"{problem.size} devices; use ring or repeat key/value heads"
             )
-        if problem.has_pairs:
+        if problem.has_rows:
             return "ulysses would need the bias or mask of all rows on each device; use ring or all_gather"
         return None
     if problem.has_dropout and problem.size > 1:

@@ -93,7 +93,8 @@ def ring_attention(
     "all_gather": k and v of all devices are gathered, and again in the backward, and attended to in one call, or two in
     zigzag. o, lse and the local arrays are saved for the backward, which does not run the forward kernels again.
     "ulysses": `all_to_all` gives each device all tokens of a part of the heads, and sends o and lse back. Query and
-    key/value heads must be multiples of n. Dropout needs this strategy.
+    key/value heads must be multiples of n, and a bias or mask must have one row for all queries. Dropout needs this
+    strategy.
     "auto": the strategy whose forward takes the least time by a model, in which a hop takes the longer of computing and
     sending, and each collective has a latency. `ejkernel.explain`, called inside the same `shard_map`, says which and
     why.
@@ -172,9 +173,10 @@ _STRATEGIES = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
 def _strategy(strategy: str, call: Ring, arrays: Mapping[str, Any]) -> tuple[str, str]:
     """The requested or chosen strategy, and the reason; raises if it does not support the call."""
     q, k, v = (arrays[name] for name in "qkv")
-    pairs = any(name in arrays and max(arrays[name].shape[2:]) > 1 for name in ("bias", "mask"))
+    # The row of a device that has one query may differ from that of another.
+    rows = any(name in arrays and (arrays[name].shape[2] > 1 or q.shape[1] == 1) for name in ("bias", "mask"))
     shapes = q.shape[1:], k.shape[1:], v.shape[3]
-    problem = Problem(call.size, call.layout, call.band, *shapes, q.dtype, pairs, "dropout_key" in arrays, q.shape[0])
+    problem = Problem(call.size, call.layout, call.band, *shapes, q.dtype, rows, "dropout_key" in arrays, q.shape[0])
     if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
         raise value_error(NAME, f"strategy is {shown(strategy)}; it must be auto, {', '.join(STRATEGIES)}")
     if strategy == "auto":
