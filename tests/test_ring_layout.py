@@ -138,6 +138,25 @@ def test_a_short_window_goes_round():
     assert choose(problem(length=128, size=8, layout="contiguous", band=(127, 0)))[0] == "ring"
 
 
+def test_a_ring_of_several_axes_may_be_shorter():
+    """15 hops are mostly latency, and 8 key/value heads too few for 16 devices; 8 of these leave a ring of one hop."""
+    of = problem(length=2048, size=16, heads=(32, 8), axes=2, within=8)
+    assert choose(of)[0] == "usp"
+    one_axis = problem(length=2048, size=16, heads=(32, 8))
+    assert refusal("usp", one_axis) and choose(one_axis)[0] == "all_gather"
+    exchange = bytes_sent(of)["usp"]
+    assert exchange == bytes_sent(problem(length=2048, size=8, heads=(32, 8)))["ulysses"]
+    ring = seconds(problem(length=8 * 2048, size=2, heads=(4, 1)))["ring"]
+    assert seconds(of)["usp"] == pytest.approx(ring + 4 * 99e-6 + exchange / 365e9)
+    for changed, reason in (
+        (dict(heads=(32, 4)), "usp splits heads, and 32 query and 4 key/value heads are no multiples of 8 devices"),
+        (dict(layout="striped"), "usp has no causal mask"),
+        (dict(has_rows=True), "usp would need the bias or mask of all rows"),
+        (dict(has_dropout=True), "ulysses alone, not with usp"),
+    ):
+        assert reason in refusal("usp", problem(**dict(size=16, axes=2, within=8) | changed))
+
+
 def test_only_ulysses_drops_out():
     assert choose(problem(has_dropout=True))[0] == "ulysses"
     with pytest.raises(ValueError, match=r"ulysses alone, not with ring.*6 query and 2 key/value heads"):

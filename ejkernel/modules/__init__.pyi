@@ -1125,7 +1125,7 @@ def ring_attention(
     *,
     axis_name: str | tuple[str, ...],
     layout: Literal["zigzag", "striped", "contiguous"] = "zigzag",
-    strategy: Literal["auto", "ring", "all_gather", "ulysses"] = "auto",
+    strategy: Literal["auto", "ring", "all_gather", "ulysses", "usp"] = "auto",
     causal: bool = False,
     window: Window | None = None,
     softcap: float | None = None,

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import assert_close
 from jax.sharding import AxisType, NamedSharding
@@ -88,6 +89,42 @@ def test_a_sequence_over_two_axes():
     order, inverse = lax.ring_order(12, 6, "striped")
     found = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=of, out_specs=of))({n: a[:, order] for n, a in x.items()})
     assert_close(found[:, inverse], whole(x), 2e-5)
+
+
+@each_type
+@pytest.mark.parametrize(
+    ("across", "within", "layout"),
+    [
+        (2, 2, "zigzag"),
+        *(
+            pytest.param(*call, marks=pytest.mark.slow)
+            for call in ((3, 2, "zigzag"), (2, 4, "contiguous"), (1, 2, "zigzag"), (2, 1, "zigzag"), (2, 2, "striped"))
+        ),
+    ],
+)
+def test_a_ring_across_and_heads_exchanged_within(across, within, layout, types):
+    """Gradients of all operands; of striped shards without a mask."""
+    x = random(q=(2, 24, 8, 8), k=(2, 24, 4, 8), v=(2, 24, 4, 8), sinks=(8,), softmax_scale=(), bias=(8, 1, 24))
+    options = dict(causal=layout != "striped", window=(9, 3) if layout == "contiguous" else None)
+    ids = jnp.asarray(np.random.default_rng(0).integers(-1, 2, (2, 24)), jnp.int32)
+    ids = dict(q_segment_ids=ids, kv_segment_ids=ids)
+    devices = across * within
+    mesh = jax.make_mesh((across, within), ("a", "b"), devices=jax.devices()[:devices], axis_types=(types,) * 2)
+    order, inverse = lax.ring_order(24, devices, layout)
+    of = P(None, ("a", "b"))
+    call = lambda x: ring(x, axis_name=("a", "b"), strategy="usp", layout=layout, **options)
+    on_mesh = lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)) if types == AxisType.Explicit else x
+
+    def attention(x):
+        specs = {name: of if name in "qkv" or name in ids else P() for name in [*x, *ids]}
+        x = {name: a if specs[name] == P() else a[:, order] for name, a in {**x, **ids}.items()}
+        x["bias"] = x["bias"][..., order]
+        x = {name: on_mesh(a, specs[name]) for name, a in x.items()}
+        o = jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=of)(x)
+        return on_mesh(o, P())[:, inverse]
+
+    wanted = jax.value_and_grad(sines(lambda x: lax.flash_attention(**x, **ids, **options)))(x)
+    assert_close(jax.jit(jax.value_and_grad(sines(attention)))(x), wanted, 2e-5)
 
 
 @pytest.mark.parametrize("strategy", ("ring", pytest.param("all_gather", marks=pytest.mark.slow)))

@@ -6,8 +6,11 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from programs import all_equations, collectives, equations
 
+from ejkernel import lax
 from ejkernel.checkpoint_policies import save_kernels
 
 from .calls import KEPT, LAYOUTS, local_call, squares
@@ -50,6 +53,18 @@ def test_collectives_of_the_others():
     assert found_collectives(squares(f), x) == {"all-gather": 4, "reduce-scatter": 2}
     f, x = local_call(2, causal=True, strategy="ulysses")
     assert found_collectives(f, x).keys() == found_collectives(squares(f), x).keys() == {"all-to-all"}
+
+
+def test_collectives_of_a_ring_across_and_an_exchange_within():
+    """q, k, v and o are exchanged within; k and v are sent by one hop of the ring across, and back in the backward."""
+    types = (AxisType.Explicit,) * 2
+    mesh, of = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4], axis_types=types), P(None, ("a", "b"))
+    call = lambda x: lax.ring_attention(**x, axis_name=("a", "b"), strategy="usp", causal=True)
+    f = jax.shard_map(call, mesh=mesh, in_specs=of, out_specs=of)
+    x = jax.ShapeDtypeStruct((1, 256, 2, 8), jnp.bfloat16, sharding=NamedSharding(mesh, of))
+    found = found_collectives(f, dict.fromkeys("qkv", x))
+    assert found == {"all-to-all": 4 * 2, "collective-permute": 2}  # XLA exchanges an array for each device
+    assert found_collectives(squares(f), dict.fromkeys("qkv", x)).keys() == found.keys()
 
 
 @pytest.mark.parametrize("layout", ("contiguous", pytest.param("zigzag", marks=pytest.mark.slow)))

@@ -25,7 +25,7 @@ WRONG = {
     "there is no axis 'y' here; call it inside jax.shard_map": dict(axis_name="y"),
     r"axis_name is \('x', 'x'\); it must name each mesh axis once": dict(axis_name=("x", "x")),
     "layout is 'spiral'; it must be one of contiguous, striped, zigzag": dict(layout="spiral"),
-    "strategy is 'fast'; it must be auto, ring, all_gather, ulysses": dict(strategy="fast"),
+    "strategy is 'fast'; it must be auto, ring, all_gather, ulysses, usp": dict(strategy="fast"),
     "q has 7 tokens; zigzag needs an even number": dict(q=(1, 7, 2, 8), k=(1, 8, 2, 8)),
     "k has 5 tokens; zigzag needs an even number": dict(k=(1, 5, 2, 8)),
     "k has batch 2 but q has 1": dict(k=(2, 8, 2, 8)),
@@ -41,6 +41,7 @@ WRONG = {
     "ulysses would need the bias or mask of all rows on each": dict(
         strategy="ulysses", layout="striped", q=(1, 1, 2, 8), k=(1, 1, 2, 8), mask=np.ones((1, 2), bool)
     ),
+    r"usp needs two mesh axes, .*: axis_name=\(across, within\)": dict(strategy="usp"),
     "all_gather has no causal mask .* use ring, or the layout zigzag": dict(
         strategy="all_gather", layout="striped", causal=True
     ),

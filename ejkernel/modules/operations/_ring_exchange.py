@@ -1,10 +1,12 @@
-"""Attention over a sharded sequence in one call on each device, with all keys or with all tokens of some heads.
+"""Attention over a sharded sequence after one exchange: with all keys, or with more tokens of fewer heads.
 
-Both consist of exact calls of `flash_attention` and save for a backward what it saves, except the keys and values of
-all devices, which a backward gathers again.
+all_gather and ulysses consist of exact calls of `flash_attention` and save for a backward what it saves, except the
+keys and values of all devices, which a backward gathers again. usp is a ring of what it exchanges.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax import Array, lax
 from ._attention import segment_ids
 from ._collectives import all_gather as all_gathered
 from ._collectives import all_to_all
+from ._ring import ring
 from ._ring_hop import Arrays, Ring, flash, sight
 from ._ring_layout import Band
 from .flash_attention import FlashAttention
@@ -107,17 +110,38 @@ def _rolled(x: Array, axis: int, after: int, end: Array) -> Array:
     return lax.dynamic_slice_in_dim(jnp.concatenate([x, x], axis), end % length, length, axis)
 
 
-# --- All tokens of some heads ----------------------------------------------------------------------------------------
+# --- More tokens of fewer heads --------------------------------------------------------------------------------------
 
 
 def ulysses(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
     """o and lse by exchanges after which each device has all tokens of a part of the heads (DeepSpeed-Ulysses)."""
+    return _of_heads(call, arrays, lambda given: _flash(call, given, call.band))
+
+
+def usp(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
+    """o and lse by a ring over the first axis, of the tokens that devices along the others exchange for heads.
+
+    The chunks in zigzag of these devices, put in order, are the two chunks of one device of the ring.
+    """
+    across, *within = call.axis_name
+    size = lax.axis_size(across)
+    of_ring = replace(call, axis_name=across, size=size)
+    of_exchange = replace(call, axis_name=tuple(within), size=call.size // size)
+    return _of_heads(of_exchange, arrays, partial(ring, of_ring))
+
+
+def _of_heads(call: Ring, arrays: Arrays, attend: Callable[[Arrays], tuple[Array, Array]]) -> tuple[Array, Array]:
+    """o and lse by `attend`, on which each device has the tokens of all devices and its part of the heads."""
 
     def heads(x: Array) -> Array:
         return _in_sequence(all_to_all(x, call.axis_name, 2, 1), 1, call)
 
     def tokens(x: Array, axis: int) -> Array:
         return all_to_all(_in_shards(x, axis, call), call.axis_name, axis, 3 - axis)
+
+    def columns(x: Array) -> Array:
+        groups = x if x.shape[3] == 1 else x.reshape(*x.shape[:3], -1, call.size * arrays["k"].shape[1])
+        return _in_sequence(groups, groups.ndim - 1, call).reshape(x.shape)
 
     gathered = lambda x: _in_sequence(all_gathered(x, call.axis_name, axis=1), 1, call)
     given = {name: heads(arrays[name]) for name in "qkv"}
@@ -127,9 +151,9 @@ def ulysses(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
     given |= {name: own(arrays[name]) for name in ("sinks", "dropout_key") if name in arrays}
     # Those of which all rows are equal.
     pairs = {name: arrays[name] for name in ("bias", "mask") if name in arrays}
-    given |= {name: _in_sequence(x if x.shape[1] == 1 else own(x), 3, call) for name, x in pairs.items()}
+    given |= {name: columns(x if x.shape[1] == 1 else own(x)) for name, x in pairs.items()}
     given |= {name: arrays[name] for name in ("softmax_scale",) if name in arrays}
-    o, lse = _flash(call, given, call.band)
+    o, lse = attend(given)
     return tokens(o, 1), tokens(lse, 2)
 
 

@@ -8,7 +8,7 @@ from ...callib import Ceilings
 from ...types import visible_pairs
 from ._ring_layout import Band, hops
 
-STRATEGIES = ("ring", "all_gather", "ulysses")
+STRATEGIES = ("ring", "all_gather", "ulysses", "usp")
 
 # Rates of an H200, flops and bytes copied per second. Two H200 exchanged 64 MiB at 237 GB/s and 512 MiB at 342 GB/s,
 # which is a latency of 99 µs and a rate of 365 GB/s, about a twelfth of the rate of copies.
@@ -20,7 +20,8 @@ _START = 99e-6
 class Problem(NamedTuple):
     """What the choice depends on: sizes of one sequence on a device, and the options of the call.
 
-    `has_rows` says that a bias or mask differs between queries.
+    `has_rows` says that a bias or mask differs between queries. Of the `size` devices, `within` are along the `axes` of
+    the mesh after the first, over which usp exchanges heads.
     """
 
     size: int
@@ -33,27 +34,36 @@ class Problem(NamedTuple):
     has_rows: bool = False
     has_dropout: bool = False
     batch: int = 1
+    axes: int = 1
+    within: int = 1
 
 
 def refusal(strategy: str, problem: Problem) -> str | None:
     """Why a strategy does not support a call, and what to use instead; None if it does."""
-    heads, kv_heads = problem.q_shape[1], problem.k_shape[1]
     if strategy == "ulysses":
-        if heads % problem.size or kv_heads % problem.size:
-            return (
-                f"ulysses splits heads, and {heads} query and {kv_heads} key/value heads are no multiples of "
-                f"{problem.size} devices; use ring or repeat key/value heads"
-            )
-        if problem.has_rows:
-            return "ulysses would need the bias or mask of all rows on each device; use ring or all_gather"
-        return None
+        return _refusal_of_exchange(strategy, problem, problem.size)
     if problem.has_dropout and problem.size > 1:
         return (
             f"dropout draws for the places of a weight in one call, which are those of the whole sequence with "
             f"ulysses alone, not with {strategy}"
         )
-    if strategy == "all_gather" and problem.layout == "striped" and problem.band != (None, None):
-        return "all_gather has no causal mask and no window for rows that are striped; use ring, or the layout zigzag"
+    if strategy == "usp" and problem.axes < 2:
+        return "usp needs two mesh axes, the ring across and the heads within: axis_name=(across, within)"
+    if strategy in ("all_gather", "usp") and problem.layout == "striped" and problem.band != (None, None):
+        return f"{strategy} has no causal mask and no window for rows that are striped; use ring, or the layout zigzag"
+    return _refusal_of_exchange(strategy, problem, problem.within) if strategy == "usp" else None
+
+
+def _refusal_of_exchange(strategy: str, problem: Problem, size: int) -> str | None:
+    """Why heads cannot be exchanged for tokens over that many devices."""
+    heads, kv_heads = problem.q_shape[1], problem.k_shape[1]
+    if heads % size or kv_heads % size:
+        return (
+            f"{strategy} splits heads, and {heads} query and {kv_heads} key/value heads are no multiples of "
+            f"{size} devices; use ring or repeat key/value heads"
+        )
+    if problem.has_rows:
+        return f"{strategy} would need the bias or mask of all rows on each device; use ring or all_gather"
     return None
 
 
@@ -80,23 +90,37 @@ class Hop(NamedTuple):
     sent: float
     count: int
 
+    @property
+    def seconds_of_ring(self) -> float:
+        """The first hop, which only computes, and the others, which take the longer of computing and sending."""
+        return self.computed + self.count * max(self.computed, self.sent)
+
 
 def seconds(problem: Problem, ceilings: Ceilings | None = None) -> dict[str, float]:
     """The modelled seconds of the forward by each strategy, whether or not it supports the call.
 
-    In a ring the first hop only computes, and each other hop takes the longer of computing and sending. The other two
-    strategies send first and then compute. Products run at the measured matrix rate of the device, and data are sent at
-    a twelfth of the measured rate of copies, the ratio of two H200; without measurements, at the rates of an H200. Each
-    collective takes 99 µs to start: there are two, for k and v, and with ulysses two more, for q and o.
+    In a ring the first hop only computes, and each other hop takes the longer of computing and sending. all_gather and
+    ulysses send first and then compute, and usp exchanges first and then is a ring over fewer devices. Products run at
+    the measured matrix rate of the device, and data are sent at a twelfth of the measured rate of copies, the ratio of
+    two H200; without measurements, at the rates of an H200. Each collective takes 99 µs to start: there are two, for k
+    and v, in a ring for each hop, and with ulysses and usp two more, for q and o.
     """
-    hop, sent = _hop(problem, ceilings), bytes_sent(problem)
+    hop, sent, across = _hop(problem, ceilings), bytes_sent(problem), _hop(_across(problem), ceilings)
     once = lambda strategy, starts: starts * _START + problem.batch * sent[strategy] / _sent_a_second(ceilings)
     whole = hop.computed * (hop.count + 1)
     return dict(
-        ring=hop.computed + hop.count * max(hop.computed, hop.sent),
+        ring=hop.seconds_of_ring,
         all_gather=whole + once("all_gather", 2),
         ulysses=whole + once("ulysses", 4),
+        usp=across.seconds_of_ring + once("usp", 4),
     )
+
+
+def _across(problem: Problem) -> Problem:
+    """The ring of usp, which has the tokens of the devices within on each, and a part of the heads."""
+    spread = lambda shape: (shape[0] * problem.within, shape[1] // problem.within, shape[2])
+    shapes = dict(q_shape=spread(problem.q_shape), k_shape=spread(problem.k_shape))
+    return problem._replace(size=problem.size // problem.within, **shapes)
 
 
 def _hop(problem: Problem, ceilings: Ceilings | None) -> Hop:
@@ -110,13 +134,16 @@ def _hop(problem: Problem, ceilings: Ceilings | None) -> Hop:
 
 
 def bytes_sent(problem: Problem) -> dict[str, int]:
-    """The bytes that a device sends for one sequence in the forward by each strategy, in a ring over all hops."""
+    """The bytes that a device sends for one sequence in the forward by each strategy, in a ring over all hops.
+
+    Those of usp are of its exchange, without its ring.
+    """
     (q_len, heads, dim), (kv_len, kv_heads, _), value_dim = problem.q_shape, problem.k_shape, problem.v_head_dim
     each = np.dtype(problem.dtype).itemsize
     keys, queries = kv_len * kv_heads * (dim + value_dim), q_len * heads * (dim + value_dim)
     gathered = keys * each * (problem.size - 1)
-    exchanged = (keys + queries) * each * (problem.size - 1) // problem.size
-    return dict(ring=gathered, all_gather=gathered, ulysses=exchanged)
+    exchanged = lambda size: (keys + queries) * each * (size - 1) // size
+    return dict(ring=gathered, all_gather=gathered, ulysses=exchanged(problem.size), usp=exchanged(problem.within))
 
 
 def _products_a_second(problem: Problem, ceilings: Ceilings | None) -> float:

@@ -17,7 +17,7 @@ from .._composed import composed, tell
 from ._arguments import array, axis_size, config_of, require_known, static_bool, vary_alike, window_pair
 from ._attention import attention_call, pairwise
 from ._ring import ring
-from ._ring_exchange import all_gather, no_pairs, one_device, ulysses
+from ._ring_exchange import all_gather, no_pairs, one_device, ulysses, usp
 from ._ring_hop import Ring
 from ._ring_strategy import STRATEGIES, Problem, choose, refusal
 from .flash_attention import FlashAttention
@@ -58,7 +58,7 @@ def ring_attention(
     *,
     axis_name: str | tuple[str, ...],
     layout: Literal["zigzag", "striped", "contiguous"] = "zigzag",
-    strategy: Literal["auto", "ring", "all_gather", "ulysses"] = "auto",
+    strategy: Literal["auto", "ring", "all_gather", "ulysses", "usp"] = "auto",
     causal: bool = False,
     window: Window | None = None,
     softcap: float | None = None,
@@ -95,6 +95,9 @@ def ring_attention(
     "ulysses": `all_to_all` gives each device all tokens of a part of the heads, and sends o and lse back. Query and
     key/value heads must be multiples of n, and a bias or mask must have one row for all queries. Dropout needs this
     strategy.
+    "usp": over two mesh axes, `axis_name=(across, within)`, an `all_to_all` within as in ulysses, and then a ring
+    across, of fewer hops. The heads must be multiples of the devices within; the layout, over the devices of both axes,
+    is zigzag or contiguous.
     "auto": the strategy whose forward takes the least time by a model, in which a hop takes the longer of computing and
     sending, and each collective has a latency. `ejkernel.explain`, called inside the same `shard_map`, says which and
     why.
@@ -141,7 +144,8 @@ def ring_attention(
         ValueError, TypeError: arguments do not fit each other or the strategy; the message names the rule and a remedy.
         UnsupportedError: no implementation of flash_attention on the target takes the call.
 
-    Ring attention, arXiv 2310.01889; striped attention, 2311.09431; DeepSpeed-Ulysses, 2309.14509.
+    Ring attention, arXiv 2310.01889; striped attention, 2311.09431; DeepSpeed-Ulysses, 2309.14509; USP,
+    2405.07719.
     """
     size = axis_size(NAME, axis_name)
     check_layout(NAME, layout)
@@ -167,7 +171,7 @@ def ring_attention(
     return (o, lse) if static_bool(NAME, "return_lse", return_lse) else o
 
 
-_STRATEGIES = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
+_STRATEGIES = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses, "usp": usp}
 
 
 def _strategy(strategy: str, call: Ring, arrays: Mapping[str, Any]) -> tuple[str, str]:
@@ -176,7 +180,10 @@ def _strategy(strategy: str, call: Ring, arrays: Mapping[str, Any]) -> tuple[str
     # The row of a device that has one query may differ from that of another.
     rows = any(name in arrays and (arrays[name].shape[2] > 1 or q.shape[1] == 1) for name in ("bias", "mask"))
     shapes = q.shape[1:], k.shape[1:], v.shape[3]
-    problem = Problem(call.size, call.layout, call.band, *shapes, q.dtype, rows, "dropout_key" in arrays, q.shape[0])
+    axes = call.axis_name if isinstance(call.axis_name, tuple) else (call.axis_name,)
+    within = call.size // jax.lax.axis_size(axes[0])
+    options = dict(has_rows=rows, has_dropout="dropout_key" in arrays, batch=q.shape[0], axes=len(axes), within=within)
+    problem = Problem(call.size, call.layout, call.band, *shapes, q.dtype, **options)
     if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
         raise value_error(NAME, f"strategy is {shown(strategy)}; it must be auto, {', '.join(STRATEGIES)}")
     if strategy == "auto":
