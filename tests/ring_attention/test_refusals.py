@@ -1,5 +1,7 @@
 """What ring_attention does not support, with whose argument names; it is registered as an operation."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel
 from ejkernel import lax, modules
+from ejkernel.callib import Ceilings
 
 from .calls import mesh_of
 
@@ -100,3 +103,20 @@ def test_it_is_explained():
     assert {part.operation for part in told[0].parts} == {"flash_attention"} and len(told[0].parts) == 3
     assert "strategy ring: a model of the forward has ring 0.20 ms, all_gather 0.20 ms" in told[1].origin
     assert ejkernel.explain("ring_order", 16, 4, layout="striped").runs
+
+
+def test_several_processes_choose_by_the_same_rates(monkeypatch):
+    """What each has measured may differ, and with it the strategy, whose collectives would wait for each other."""
+    measured = Ceilings("slow", copy=4e12, matmul={"bfloat16": 1e12, "float32": 1e12}, jax="")
+    monkeypatch.setattr("ejkernel.modules.operations.ring_attention.known_ceilings", lambda kind: measured)
+    q, k = (jax.ShapeDtypeStruct((1, 2048, heads, 128), jnp.bfloat16) for heads in (8, 8))
+    chosen = []
+
+    def call(q, k):
+        chosen.append(re.search(r"strategy (\w+)", str(ejkernel.explain("ring_attention", q, k, k, axis_name="x")))[1])
+        return q
+
+    for processes in (1, 2):
+        monkeypatch.setattr(jax, "process_count", lambda count=processes: count)
+        jax.eval_shape(jax.shard_map(call, mesh=mesh_of(4), in_specs=P(None, "x"), out_specs=P(None, "x")), q, k)
+    assert chosen == ["ring", "all_gather"]

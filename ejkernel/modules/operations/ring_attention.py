@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
-from ...callib import known_ceilings
+from ...callib import Ceilings, known_ceilings
 from ...errors import shown, value_error
 from ...ops.utils.devices import local_target
 from ...primitives.flash_attention import Operands
@@ -99,8 +99,9 @@ def ring_attention(
     across, of fewer hops. The heads must be multiples of the devices within; the layout, over the devices of both axes,
     is zigzag or contiguous.
     "auto": the strategy whose forward takes the least time by a model, in which a hop takes the longer of computing and
-    sending, and each collective has a latency. `ejkernel.explain`, called inside the same `shard_map`, says which and
-    why.
+    sending, and each collective has a latency. The rates are those that `ejkernel.callib` measured on this device, or
+    those of an H200, so that several processes agree. `ejkernel.explain`, called inside the same `shard_map`, says
+    which and why.
 
     Under `jax.checkpoint` the policy `jax.checkpoint_policies.save_only_these_names("ring_attention_o",
     "ring_attention_lse")` saves o and lse of the whole ring, so that the forward is not run again; so does
@@ -188,12 +189,17 @@ def _strategy(strategy: str, call: Ring, arrays: Mapping[str, Any]) -> tuple[str
         raise value_error(NAME, f"strategy is {shown(strategy)}; it must be auto, {', '.join(STRATEGIES)}")
     if strategy == "auto":
         try:
-            return choose(problem, known_ceilings(local_target().device_kind or ""))
+            return choose(problem, _ceilings())
         except ValueError as error:
             raise value_error(NAME, str(error), q=q, k=k) from None
     if why := refusal(strategy, problem):
         raise value_error(NAME, why, q=q, k=k)
     return strategy, "it was asked for"
+
+
+def _ceilings() -> Ceilings | None:
+    """The measured ceilings of this device; None with several processes, whose files may differ and who must agree."""
+    return None if jax.process_count() > 1 else known_ceilings(local_target().device_kind or "")
 
 
 def _refuse_packed(**given: Any) -> None:
