@@ -205,6 +205,13 @@ def test_errors():
         inside(normal(8, HEADS, D), normal(8, HEADS))
 
 
+def test_heads_last_is_a_bool():
+    o, lse = normal(4, HEADS, D), normal(4, HEADS)
+    for told in (1, "yes"):
+        with pytest.raises(TypeError, match=r"merge_attention: heads_last must be True or False, not"):
+            lax.merge_attention(o, lse, o, lse, heads_last=told)
+
+
 def test_explain_names_it():
     told = []
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from ...errors import value_error
 from .._composed import composed
-from ._arguments import array, on_one_mesh, require_dtype
+from ._arguments import array, on_one_mesh, require_dtype, static_bool
 
 NAME = "merge_attention"
 
@@ -87,6 +87,7 @@ def heads_are_last(operation: str, told: bool | None, given: Mapping[str, Array]
 
     `told` is the caller's `heads_last`, None to infer it from the shapes.
     """
+    told = None if told is None else static_bool(operation, "heads_last", told)
     (name, o), (name_of_lse, lse), *_ = given.items()
     if o.ndim not in (3, 4):
         raise value_error(operation, f"{name} has {o.ndim} axes; it must be [B, S, H, V] or [T, H, V]", **given)
