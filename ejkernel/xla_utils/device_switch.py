@@ -93,7 +93,10 @@ def _transpose(cotangents, index, *operands, branches, operation):
 def _batch(args, dims, *, branches, operation):
     (index, *operands), (of_index, *axes) = args, dims
     if of_index is not None:
-        raise NotImplementedError(f"{operation}: the index of a device is mapped")
+        raise NotImplementedError(
+            f"{operation}: its devices take different branches, and the axis is one of jax.vmap, which would take all; "
+            "call it inside jax.shard_map over an axis of a mesh"
+        )
     mapped = [jax.vmap(jaxpr_as_fun(branch), axes) for branch in branches]
     out = _again(mapped, index, operands, operation)
     return out, [0] * len(out)

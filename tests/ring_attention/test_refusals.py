@@ -74,6 +74,13 @@ def test_outside_of_shard_map():
         lax.ring_attention(x, x, x, axis_name=3)
 
 
+def test_an_axis_of_vmap():
+    q = jnp.zeros((2, 1, 8, 2, 8))
+    ring = lambda q: lax.ring_attention(q, q, q, axis_name="x", strategy="ring", layout="contiguous", causal=True)
+    with pytest.raises(NotImplementedError, match=r"^ring_attention: .*the axis is one of jax.vmap, .*jax.shard_map"):
+        jax.vmap(ring, axis_name="x")(q)
+
+
 def test_flash_attention_names_it():
     mesh = mesh_of(2, AxisType.Explicit)
     x = jax.device_put(jnp.zeros((1, 8, 2, 8)), NamedSharding(mesh, P(None, "x")))
