@@ -206,7 +206,7 @@ class Engine:
         self, chunks: list[Chunk], bucket: int, kind: Kind, trees: bool = False
     ) -> tuple[Future[Array], list[int]]:
         sizes = self._sizes(bucket)
-        inputs, first_rows = self._tables.step(chunks, sizes)
+        inputs, first_rows = self._tables.step(chunks, sizes, trees)
         sampling = self._tables.sampling() if kind > Kind.GREEDY else None
         if (bucket, trees) not in self._programs:  # contexts such as a policy override belong to this thread
             self._programs[bucket, trees] = self._lowered(bucket, trees).compile(OPTIONS)

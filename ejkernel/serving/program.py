@@ -40,7 +40,8 @@ class Step(NamedTuple):
         rows: [R], the indices of tokens after which one is sampled; T for unused rows.
         drafts: [N], how many of the last tokens of each slot are drafts.
         shift: [T], slot of the cache minus position of each token, which is not 0 for drafts beside the first path.
-        ancestors: [T], the bit set of the drafts that a draft follows, itself included: bit i for draft i.
+        ancestors: [T], the bit set of the drafts that a draft follows, itself included: bit i for draft i. Only
+            `forward` with `trees` reads it, and `shift`.
     """
 
     tokens: Any
@@ -218,8 +219,11 @@ class Tables:
             np.zeros(slots, np.uint32),
         )
 
-    def step(self, chunks: list[Chunk], sizes: Sizes) -> tuple[np.ndarray, list[int]]:
-        """The inputs of a step, of chunks that are ordered by slot, in one array; and the first row of each chunk."""
+    def step(self, chunks: list[Chunk], sizes: Sizes, trees: bool = False) -> tuple[np.ndarray, list[int]]:
+        """The inputs of a step, of chunks that are ordered by slot, in one array; and the first row of each chunk.
+
+        With `trees` all drafts have ancestors, those of a chain too, which the mask of the step is made of.
+        """
         inputs = np.zeros(sizes.total, np.int32)
         x = sizes.inputs_in(inputs)
         tokens, rows, first_rows, of_slots = [], [], [], []
@@ -231,7 +235,7 @@ class Tables:
             if count := end - stop:
                 at = slice(len(tokens), len(tokens) + count)
                 tokens += drafts.tokens
-                if not drafts.is_chain:
+                if trees:
                     x.shift[at], x.ancestors[at] = np.arange(count) - drafts.depths, drafts.ancestors
             of_slots.append((request.slot, end - start, end, count))
             if request.listed < len(request.pages):

@@ -152,6 +152,31 @@ def test_text_of_draft_trees_is_that_without_a_cache(unwindowed, prompts, limits
     assert sum(len(event.tokens) - 1 for step in done if step for event in step.events) > 30  # accepted
 
 
+def test_a_chain_of_drafts_beside_a_tree_sees_itself(unwindowed, monkeypatch):
+    """A draft after a chain of others, in a step that has a tree of another text."""
+    decoder, weights, plain = unwindowed
+    prompts, count = ([3, 1, 4, 1, 5], [2, 7, 1]), 12
+    wanted = [plain(prompt, count) for prompt in prompts]
+    chain, tree = (prompt + text for prompt, text in zip(prompts, wanted, strict=True))
+
+    def propose(self, tokens, count, branches):
+        if tokens == chain[: len(tokens)]:
+            right = chain[len(tokens) :][:3]
+            return Drafts(right, list(range(-1, len(right) - 1)))
+        right = tree[len(tokens) :][:1]
+        return Drafts(right + [(token + 1) % 64 for token in right], [-1, -1][: 2 * len(right)])
+
+    monkeypatch.setattr(Lookup, "propose", propose)
+    e = Engine(decoder, weights, Limits(**LIMITS, drafts=4, branches=2))
+    requests = [e.submit(prompt, Sampling(max_tokens=count)) for prompt in prompts]
+    accepted = 0
+    while not e.idle:
+        done = e.step()
+        accepted += sum(len(event.tokens) - 1 for event in done.events if event.request is requests[0])
+    assert [request.tokens for request in requests] == [chain, tree]
+    assert accepted == 8  # all drafts: 3 in each of two steps, then the 2 before the end
+
+
 @pytest.mark.slow
 def test_programs_of_trees_are_compiled_beforehand_too(unwindowed):
     e = Engine(*unwindowed[:2], Limits(**LIMITS, drafts=4, branches=2))
