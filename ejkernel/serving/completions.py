@@ -17,10 +17,12 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ..errors import shown
 from .sampling import Sampling
 from .text import decode, encode
 from .worker import QueueFull, Stopped, Worker
@@ -41,6 +43,11 @@ _NEUTRAL = {
 }
 
 
+# Why a request ends before its text does.
+_ENDED = {"cancelled": "the request was cancelled", "failed": "the engine failed"}
+_HUNG_UP = Response(status_code=499)  # nobody reads it
+
+
 class Refused(Exception):
     """A request that is answered by an error."""
 
@@ -48,13 +55,14 @@ class Refused(Exception):
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
 
-    def response(self) -> JSONResponse:
+    def response(self) -> Response:
         """The error as OpenAI's clients expect it."""
         kinds = {429: "rate_limit_error", 503: "server_error", 500: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         error = dict(message=self.message, type=kind, param=self.param, code=None)
         headers = {"Retry-After": "1"} if self.status == 429 else None
-        return JSONResponse({"error": error}, self.status, headers)
+        # Escaped to ASCII, since a name that a client sends may have surrogates, which UTF-8 does not have.
+        return Response(json.dumps({"error": error}), self.status, headers, "application/json")
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,7 @@ class Completions:
         ]
         handlers = {
             Refused: lambda request, refused: refused.response(),
+            ClientDisconnect: lambda request, error: _HUNG_UP,
             HTTPException: lambda request, error: Refused(error.status_code, error.detail).response(),
             Exception: lambda request, error: Refused(500, "the server failed").response(),
         }
@@ -130,7 +139,7 @@ class Completions:
                 new, reason = await news.get()
                 tokens += new
             if reason not in ("stop", "length"):
-                raise Refused(503, f"the request was {reason}")
+                raise Refused(503, _ENDED[reason])
             usage = dict(prompt_tokens=len(wanted.prompt), completion_tokens=len(tokens))
             usage["total_tokens"] = sum(usage.values())
             return JSONResponse({**answer, "choices": [_choice(tokens, reason)], "usage": usage})
@@ -138,7 +147,7 @@ class Completions:
         async def hung_up() -> Response:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
-            return Response(status_code=499)
+            return _HUNG_UP
 
         tasks = [asyncio.ensure_future(collected()), asyncio.ensure_future(hung_up())]
         try:
@@ -156,7 +165,7 @@ class Completions:
             if reason in (None, "stop", "length"):
                 yield _event({**answer, "choices": [_choice(new, reason)]})
             else:
-                yield _event({"error": dict(message=f"the request was {reason}", type="server_error")})
+                yield _event({"error": dict(message=_ENDED[reason], type="server_error")})
         yield "data: [DONE]\n\n"
 
     # --- Parsing of requests
@@ -181,7 +190,7 @@ class Completions:
         if "prompt" not in sent:
             raise Refused(400, "there is no prompt", "prompt")
         if (model := _get(sent, "model", str, self.model)) != self.model:
-            raise Refused(404, f"there is no model {model!r} here, but {self.model!r}", "model")
+            raise Refused(404, f"there is no model {shown(model)} here, but {self.model!r}", "model")
         _get(sent, "user", str, "")  # an id of the end user, which has no effect
         end = _get(sent, "stop_token_ids", list, [])
         if not all(type(token) is int for token in end):
@@ -197,8 +206,8 @@ class Completions:
         wanted = dict(prompt=_prompt(sent.pop("prompt")), stream=_get(sent, "stream", bool, False))
         for name, value in sent.items():
             if name not in _NEUTRAL:
-                raise Refused(400, f"there is no option {name!r}", name)
-            if value not in _NEUTRAL[name]:
+                raise Refused(400, f"there is no option {shown(name)}", name)
+            if not any((value, type(value) is bool) == (x, type(x) is bool) for x in _NEUTRAL[name]):
                 raise Refused(400, f"{name} is not supported", name)
         try:
             return Wanted(sampling=Sampling(**options), **wanted)

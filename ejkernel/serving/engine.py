@@ -20,6 +20,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..errors import shown
 from .model import HEADS, Decoder, Weights
 from .program import MOST_DRAFTS, OPTIONS, Cache, Rows, Sizes, Tables, choose, empty_caches, forward
 from .sampling import Kind, Sampling, SamplingArrays
@@ -147,13 +148,11 @@ class Engine:
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raises a ValueError if such a request can never be computed with these limits; safe from any thread."""
         total, limits = len(prompt) + sampling.max_tokens, self.limits
-        both = f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_tokens}"
+        both = f"the prompt has {len(prompt)} tokens and max_tokens is {shown(sampling.max_tokens)}"
         if not prompt:
             raise ValueError("the prompt has no tokens; it must have at least 1")
         if not all(0 <= token < self.decoder.vocabulary for token in prompt):
-            raise ValueError(
-                f"a token of the prompt is not below {self.decoder.vocabulary}, the vocabulary, or negative"
-            )
+            raise ValueError(f"a token of the prompt is negative, or not below {self.decoder.vocabulary}")
         if total > limits.length:
             raise ValueError(f"{both}; together they may be {limits.length}")
         if total > limits.pages * limits.page_size:

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..errors import shown
+
 
 class Kind(enum.IntEnum):
     """The kinds of sampling, each with its own program; a step uses the highest kind of its requests.
@@ -55,7 +57,7 @@ class Sampling:
         }
         for name, (holds, rule) in bounds.items():
             if not holds:
-                raise ValueError(f"sampling: {name} is {getattr(self, name)}; it must be {rule}")
+                raise ValueError(f"sampling: {name} is {shown(getattr(self, name))}; it must be {rule}")
 
     @property
     def kind(self) -> Kind:

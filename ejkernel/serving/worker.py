@@ -1,5 +1,6 @@
 """The engine on its own thread; other threads queue commands, which it executes between two steps."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from .engine import Engine
 from .sampling import Sampling
 from .scheduler import Request
 
+logger = logging.getLogger(__name__)
 Listener = Callable[[list[int], str | None], None]
 """Called on the engine's thread with new tokens and the finish reason or None; "failed" if the engine raised."""
 
@@ -93,6 +95,7 @@ class Worker:
                         self._end(ticket)
                     ticket.listener(tokens, reason)
         except Exception as error:
+            logger.exception("the engine failed, and no more requests are accepted")
             self.failure = error
         with self._lock:
             self._stopping = True

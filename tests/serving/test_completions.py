@@ -187,12 +187,29 @@ def test_disconnecting_frees_the_pages(server, text, monkeypatch, stream):
         (dict(prompt="0", temperature="hot"), 400, 'temperature is "hot", which is of the wrong type'),
         (dict(prompt="0", n=2), 400, "n is not supported"),
         (dict(prompt="0", stop="."), 400, "stop is not supported"),
+        (dict(prompt="0", n=True), 400, "n is not supported"),
+        (dict(prompt="0", echo=0), 400, "echo is not supported"),
         (dict(prompt="0", colour="red"), 400, "there is no option 'colour'"),
+        (b'{"prompt": "0", "\\ud800": 1}', 400, "there is no option '\\ud800'"),
+        (dict(prompt="0", max_tokens=10**3000), 400, "max_tokens is 1000000"),
+        (dict(prompt="0", top_k=10**3000), 400, "top_k is 1000000"),
     ],
 )
 def test_errors_have_a_message_and_status(server, body, status, message):
     got, answer, _ = server.call("POST", "/v1/completions", body)
     assert (got, answer["error"]["type"]) == (status, "invalid_request_error") and message in answer["error"]["message"]
+    assert len(answer["error"]["message"]) < 200
+
+
+def test_disconnecting_within_the_body_is_no_error(server, caplog):
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 50\r\n\r\n{")
+    with caplog.at_level("ERROR"):
+        time.sleep(0.2)
+        connection.close()
+        time.sleep(0.2)
+        assert server.call("GET", "/v1/models")[0] == 200
+    assert not caplog.records
 
 
 def test_other_paths_and_methods_are_errors_in_json(server):
@@ -235,7 +252,7 @@ def test_a_server_that_ends_ends_its_requests(engine):
             pass
 
 
-def test_a_failing_engine_fails_every_request(engine):
+def test_a_failing_engine_fails_every_request(engine, caplog):
     class Broken(Exception):
         pass
 
@@ -249,6 +266,8 @@ def test_a_failing_engine_fails_every_request(engine):
         worker = Worker(engine, most=2)
         worker.submit([1], Sampling(), lambda *news: told.append(news) or ended.set())
         assert ended.wait(SECONDS) and told == [([], "failed")] and isinstance(worker.failure, Broken)
+        (record,) = caplog.records  # with the traceback, for the one who runs the server
+        assert "the engine failed" in record.getMessage() and record.exc_info[0] is Broken
     finally:
         del engine.step
         worker.close()
