@@ -1,6 +1,8 @@
 """The models that can be served: the demo's, which is trained here, and Llama 3.2 1B with random weights."""
 
 import re
+import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -54,17 +56,27 @@ def weights_of(decoder: Decoder, file: Path, steps: int, seed: int, dtype: Any, 
     """The weights in a file; if there is no such file, the model is trained and its weights saved there.
 
     Raises:
-        ValueError: the file holds weights of another model.
+        ValueError: the file is damaged, or holds weights of another model.
         OSError: the file cannot be read or written.
     """
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         _save(file, _trained(steps, seed))
-    with np.load(file) as kept:
-        weights = _joined({name: jnp.asarray(kept[name], dtype) for name in kept.files})
+    weights = _joined({name: jnp.asarray(x, dtype) for name, x in _kept(file).items()})
     if jax.tree.map(jnp.shape, weights) != weight_shapes(decoder):
         raise ValueError(f"{file} has not the weights of this model")
     return weights if mesh is None else place(weights, mesh)
+
+
+def _kept(file: Path) -> dict[str, np.ndarray]:
+    """The arrays in a file of NumPy's format npz."""
+    if not zipfile.is_zipfile(file):  # np.load would take it for another format
+        raise ValueError(f"{file} is no file of weights, or a damaged one")
+    try:
+        with np.load(file) as kept:
+            return {name: kept[name] for name in kept.files}
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def drawn_weights(decoder: Decoder, seed: int, dtype: Any, mesh: Mesh | None) -> Weights:
@@ -93,12 +105,12 @@ def _trained(steps: int, seed: int) -> Weights:
 def _joined(arrays: dict[str, Any]) -> Weights | None:
     """The engine's weights, of arrays whose names are paths such as ['layers'][0]['query']; None of other names."""
     weights, layers = {}, defaultdict(dict)
-    for name, x in arrays.items():
-        *layer, last = re.findall(r"\w+", name)
-        (layers[int(layer[1])] if layer else weights)[last] = x
     try:
+        for name, x in arrays.items():
+            *layer, last = re.findall(r"\w+", name)
+            (layers[int(layer[1])] if layer else weights)[last] = x
         return joined(weights | {"layers": [layers[i] for i in range(len(layers))]})
-    except KeyError:
+    except (LookupError, ValueError, TypeError):  # other names, or other shapes
         return None
 
 

@@ -67,10 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Makes the engine, and continues prompts, measures or serves HTTP."""
-    for name, least in (("steps", 1), ("devices", 1), ("requests", 1), ("queue", 0)):
-        if getattr(arguments, name) < least:
-            given = getattr(arguments, name)
-            raise argparse.ArgumentError(None, f"--{name} is {given}; it must be at least {least}")
+    _check(arguments)
     serve = _server() if arguments.http else None
     try:
         sampling = Sampling(
@@ -88,6 +85,27 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.bench:
         return _bench(engine, arguments)
     return _continue(engine, prompts, sampling)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises an ArgumentError for an option that is out of bounds, or would have no effect."""
+    for name, least in (("steps", 1), ("devices", 1), ("requests", 1), ("queue", 0), ("port", 0)):
+        if (given := getattr(arguments, name)) < least:
+            raise argparse.ArgumentError(None, f"--{name} is {given}; it must be at least {least}")
+    if arguments.port > 65_535:
+        raise argparse.ArgumentError(None, f"--port is {arguments.port}; it must be at most 65535")
+    sampling = ("max_tokens", "temperature", "top_k", "top_p")
+    rules = (
+        (arguments.http, sampling, "a client asks for its own"),
+        (arguments.bench, sampling, "a replay takes the most likely tokens, and as many as it always does"),
+        (not arguments.bench, ("requests", "out"), "it is one of --bench"),
+        (not arguments.http, ("host", "port", "queue"), "it is one of --http"),
+        (arguments.random, ("weights", "steps"), "--random neither reads weights nor trains them"),
+    )
+    for holds, names, why in rules:
+        for name in names:
+            if holds and getattr(arguments, name) != arguments.parser.get_default(name):
+                raise argparse.ArgumentError(None, f"--{name.replace('_', '-')} has no effect: {why}")
 
 
 def _engine(arguments: argparse.Namespace) -> Engine:
@@ -191,7 +209,7 @@ def _alone(engine: Engine, prompts: Sequence[list[int]]) -> float:
     """Tokens a second of the same model without batching: one request after the other."""
     limits = engine.limits
     pages = -(-limits.length // limits.page_size)
-    buckets = (1 + limits.drafts, limits.buckets[-1])
+    buckets = tuple(sorted({1 + limits.drafts, limits.buckets[-1]}))
     single = dataclasses.replace(limits, pages=pages, sequences=1, buckets=buckets)
     engine = Engine(engine.decoder, engine.weights, single, engine.mesh)
     engine.compile()

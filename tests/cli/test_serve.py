@@ -71,6 +71,21 @@ def test_a_model_is_trained_once_and_kept(capsys, monkeypatch):
     assert "here.npz has not the weights of this model" in refused(capsys, *ask)
 
 
+@pytest.mark.parametrize("damage", ["none", "text", "array", "cut", "changed", "names", "shapes"])
+def test_damaged_weights_are_told_in_one_line(capsys, tmp_path, damage):
+    file, name = tmp_path / "weights.npz", "['layers'][0]['query']"
+    np.savez(file, **{name if damage == "shapes" else "['layers'][one]": np.ones(5000, np.float32)})
+    whole = file.read_bytes()
+    written = {"none": b"", "text": b"weights", "cut": whole[:9000], "changed": whole[:9000] + b"!" + whole[9001:]}
+    if damage in written:
+        file.write_bytes(written[damage])
+    elif damage == "array":
+        np.save(file.open("wb"), np.ones(3))
+    told = refused(capsys, "--weights", str(file), "--prompt", "a", "--max-tokens", "2")
+    whats = {"changed": "is damaged", "names": "has not the weights", "shapes": "has not the weights"}
+    assert f"weights.npz {whats.get(damage, 'is no file of weights, or a damaged one')}" in told
+
+
 def test_the_demo_trains_weights_of_the_served_shapes():
     """The names and shapes of its weights are those of the decoder, once they are joined."""
     decoder = _served._of_demo()
@@ -98,6 +113,13 @@ def test_the_served_model_has_the_logits_of_the_demo():
         ("--random --max-tokens 0", "max_tokens is 0"),
         ("--random --max-tokens 120", "together they may be 128"),
         ("--prompt é", "character 0 of the prompt"),
+        ("--random --http --port 70000", "--port is 70000; it must be at most 65535"),
+        ("--random --http --port -1", "--port is -1; it must be at least 0"),
+        ("--random --http --top-k 5", "--top-k has no effect: a client asks for its own"),
+        ("--random --bench --max-tokens 5", "--max-tokens has no effect: a replay takes the most likely tokens"),
+        ("--random --requests 5", "--requests has no effect: it is one of --bench"),
+        ("--random --bench --queue 5", "--queue has no effect: it is one of --http"),
+        ("--random --steps 5", "--steps has no effect: --random neither reads weights nor trains them"),
         ("--http --bench", "not allowed with"),
     ],
 )
@@ -113,6 +135,13 @@ def test_a_replay_is_measured_and_plotted(capsys, tmp_path):
     out = printed(capsys, "--random", "--bench", "--requests", "8")
     assert "8 requests, " in out and "share of bandwidth" in out and "times fewer" in out
     assert (tmp_path / "ejkernel-serve" / "replay.png").stat().st_size > 10_000
+
+
+def test_one_request_at_a_time_has_drafts_as_many_as_the_budget(monkeypatch):
+    limits = replace(SMALL.limits, drafts=SMALL.limits.buckets[-1] - 1)
+    engine = Engine(SMALL.decoder, random_weights(SMALL.decoder, jax.random.key(0)), limits)
+    monkeypatch.setattr(serve, "_ALONE_TOKENS", 2)
+    assert serve._alone(engine, [[1, 2, 3]]) > 0
 
 
 def test_without_matplotlib_a_replay_says_so(capsys, tmp_path, monkeypatch):
