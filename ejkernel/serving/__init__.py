@@ -2,7 +2,7 @@
 
 It shows how to use these operations; no operation depends on it. Read in this order: `model` (the decoder), `sampling`,
 `pages` (the pool of the cache), `drafts` (speculation), `scheduler` (the tokens of a step), `program` (the computation
-of a step), `engine` (all of them together), `worker` (the engine on a thread), `completions` (HTTP).
+of a step), `engine` (all of them together), `worker` (the engine on a thread), `parsing` and `completions` (HTTP).
 """
 
 from .engine import Done, Engine, Event, Limits

@@ -151,8 +151,9 @@ class Engine:
         both = f"the prompt has {len(prompt)} tokens and max_tokens is {shown(sampling.max_tokens)}"
         if not prompt:
             raise ValueError("the prompt has no tokens; it must have at least 1")
-        if not all(0 <= token < self.decoder.vocabulary for token in prompt):
-            raise ValueError(f"a token of the prompt is negative, or not below {self.decoder.vocabulary}")
+        for name, tokens in (("a token of the prompt", prompt), ("an end token", sampling.end)):
+            if not all(0 <= token < self.decoder.vocabulary for token in tokens):
+                raise ValueError(f"{name} is negative, or not below {self.decoder.vocabulary}, the vocabulary")
         if total > limits.length:
             raise ValueError(f"{both}; together they may be {limits.length}")
         if total > limits.pages * limits.page_size:

@@ -1,12 +1,10 @@
 """The server as clients see it, on the loopback interface: answers, streams, errors, and clients that disconnect."""
 
-import http.client
 import json
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 
@@ -14,64 +12,9 @@ from ejkernel.serving import Engine, Limits, Sampling
 from ejkernel.serving.text import decode, encode
 from ejkernel.serving.worker import Worker
 
-completions = pytest.importorskip("ejkernel.serving.completions", reason="starlette is not installed")
-uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+from .served import SECONDS, serving
 
-SECONDS = 60  # timeout, longer than any test takes
 LIMITS = Limits(pages=24, page_size=8, sequences=4, length=64, buckets=(16,))
-
-
-class Server:
-    """A running server, and requests to it."""
-
-    def __init__(self, port, worker):
-        self.port, self.worker = port, worker
-
-    def connect(self):
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
-
-    def call(self, method, path, body=None):
-        """(status, JSON, headers) of a response."""
-        connection = self.connect()
-        connection.request(method, path, body if isinstance(body, (bytes, type(None))) else json.dumps(body))
-        answer = connection.getresponse()
-        sent = answer.status, json.loads(answer.read()), dict(answer.getheaders())
-        connection.close()
-        return sent
-
-    def complete(self, **body):
-        return self.call("POST", "/v1/completions", body)[:2]
-
-    def text(self, **body):
-        status, answer = self.complete(**body)
-        assert status == 200, answer
-        return answer["choices"][0]["text"]
-
-    def pool_is_free(self):
-        deadline = time.monotonic() + SECONDS
-        while self.worker.open or not self.worker.engine.idle:
-            assert time.monotonic() < deadline, "requests are left"
-            time.sleep(0.01)
-        return self.worker.engine.scheduler.pool.used == 0
-
-
-@contextmanager
-def serving(worker, most_bytes=4096):
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        app = completions.Completions(worker, "small", most_bytes).application()
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
-        thread = threading.Thread(target=server.run, kwargs=dict(sockets=[listening]))
-        thread.start()
-        try:
-            while not server.started:
-                assert thread.is_alive()
-                time.sleep(0.01)
-            yield Server(listening.getsockname()[1], worker)
-        finally:
-            server.should_exit = True
-            thread.join(SECONDS)
-    assert not thread.is_alive() and not worker._thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -111,23 +54,41 @@ def test_a_completion_is_the_greedy_text(server, text):
 
 def test_an_end_token_is_no_part_of_the_text(server, text):
     whole = text(PROMPT, 9)
-    status, answer = server.complete(prompt=PROMPT, max_tokens=9, temperature=0, stop_token_ids=[ord(whole[4])])
+    status, answer = server.complete(prompt=PROMPT, max_tokens=9, temperature=0, stop_token_ids=[ord(whole[4])] * 2)
     choice = answer["choices"][0]
     assert status == 200 and choice["text"] == whole[: whole.index(whole[4])] and choice["finish_reason"] == "stop"
 
 
 def test_a_stream_brings_the_same_text_token_by_token(server, text):
-    connection = server.connect()
-    body = dict(prompt=PROMPT, max_tokens=9, temperature=0, stream=True)
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    answer = connection.getresponse()
-    assert answer.status == 200 and answer.getheader("content-type").startswith("text/event-stream")
-    *events, last = answer.read().decode().strip().split("\n\n")
-    connection.close()
-    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
-    assert last == "data: [DONE]" and len(choices) == 9
+    events = server.events(prompt=PROMPT, max_tokens=9, temperature=0, stream=True)
+    choices = [json.loads(event)["choices"][0] for event in events]
+    assert len(choices) == 9
     assert "".join(choice["text"] for choice in choices) == text(PROMPT, 9)
     assert [choice["finish_reason"] for choice in choices] == [None] * 8 + ["length"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_ends_before_a_stop_sequence(server, text, stream):
+    """It is several tokens long, and begins twice; the rest of the text is not computed."""
+    whole = text(PROMPT, 40)
+    at = next(n for n in range(6, 36) if whole.index(whole[n : n + 3]) == n)
+    body = dict(prompt=[PROMPT], max_tokens=40, temperature=0, stop=["none of it", whole[at : at + 3]], stream=stream)
+    if not stream:
+        status, answer = server.complete(**body)
+        assert status == 200 and answer["choices"][0]["text"] == whole[:at]
+        assert answer["choices"][0]["finish_reason"] == "stop" and answer["usage"]["completion_tokens"] == at + 3
+    else:
+        connection = server.connect()
+        connection.request("POST", "/v1/completions", json.dumps(body | dict(stream_options=dict(include_usage=True))))
+        *events, last = connection.getresponse().read().decode().strip().split("\n\n")
+        connection.close()
+        *answers, final = [json.loads(event.removeprefix("data: ")) for event in events]
+        choices = [answer["choices"][0] for answer in answers]
+        assert last == "data: [DONE]" and "".join(choice["text"] for choice in choices) == whole[:at]
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+        assert {answer["usage"] for answer in answers} == {None}
+        assert final["choices"] == [] and final["usage"]["completion_tokens"] == at + 3
+    assert server.pool_is_free()
 
 
 def test_many_at_once_get_each_their_own_text(server, text):
@@ -186,7 +147,12 @@ def test_disconnecting_frees_the_pages(server, text, monkeypatch, stream):
         (b'{"prompt": "0", "top_p": NaN}', 400, "top_p is inf"),
         (dict(prompt="0", temperature="hot"), 400, 'temperature is "hot", which is of the wrong type'),
         (dict(prompt="0", n=2), 400, "n is not supported"),
-        (dict(prompt="0", stop="."), 400, "stop is not supported"),
+        (dict(prompt=[[1], [2]]), 400, "prompt must be one text"),
+        (dict(prompt="0", stop=""), 400, "stop must be one text, or a list of at most 4, none of them empty"),
+        (dict(prompt="0", stop=["a"] * 5), 400, "stop must be one text, or a list of at most 4"),
+        (dict(prompt="0", stop_token_ids=[64]), 400, "an end token is negative, or not below 64"),
+        (dict(prompt="0", stream_options={}), 400, "stream_options are for a stream"),
+        (dict(prompt="0", suffix="."), 400, "suffix is not supported"),
         (dict(prompt="0", n=True), 400, "n is not supported"),
         (dict(prompt="0", echo=0), 400, "echo is not supported"),
         (dict(prompt="0", colour="red"), 400, "there is no option 'colour'"),
