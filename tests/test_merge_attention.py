@@ -127,6 +127,20 @@ def test_wrong_arguments(message):
         lax.merge_attention(**{name: jnp.zeros(shape) for name, shape in shapes.items()})
 
 
+@pytest.mark.parametrize(
+    "shapes, told, error, message",
+    [
+        (((6, 3, 4), (6, 3)), 1, TypeError, "heads_last must be True or False, not int"),
+        (((6, 3, 4), (6, 3)), "no", TypeError, "heads_last must be True or False, not str"),
+        (((2, 6, 3, 4), (2, 3, 6)), True, ValueError, r"heads_last is True but o_a is \[B, S, H, V\], whose lse is"),
+    ],
+)
+def test_wrong_heads_last(shapes, told, error, message):
+    o, lse = map(jnp.zeros, shapes)
+    with pytest.raises(error, match=f"merge_attention: {message}"):
+        lax.merge_attention(o, lse, o, lse, heads_last=told)
+
+
 def test_heads_last_where_the_shapes_do_not_tell():
     o, lse = jnp.ones((3, 3, 4)), jnp.arange(9.0).reshape(3, 3)
     first, last = (lax.merge_attention(o, lse, 2 * o, -lse, heads_last=told)[0] for told in (False, True))

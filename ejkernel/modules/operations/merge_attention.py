@@ -91,13 +91,15 @@ def heads_are_last(operation: str, told: bool | None, given: Mapping[str, Array]
     (name, o), (name_of_lse, lse), *_ = given.items()
     if o.ndim not in (3, 4):
         raise value_error(operation, f"{name} has {o.ndim} axes; it must be [B, S, H, V] or [T, H, V]", **given)
+    if told and o.ndim == 4:
+        raise value_error(operation, f"heads_last is True but {name} is [B, S, H, V], whose lse is [B, H, S]", **given)
     tokens, heads = o.shape[-3:-1]
     fits = {False: (*o.shape[:-3], heads, tokens)}
     if o.ndim == 3:
         fits[True] = (tokens, heads)
     found = [last for last, shape in fits.items() if lse.shape == shape and told in (None, last)]
     if not found:
-        wanted = " or ".join(str(list(shape)) for last, shape in fits.items() if told in (None, last)) or "no such lse"
+        wanted = " or ".join(str(list(shape)) for last, shape in fits.items() if told in (None, last))
         raise value_error(operation, f"{name_of_lse} must be {wanted}, a number for each row of {name}", **given)
     if len(found) > 1:
         raise value_error(operation, f"there are {heads} tokens and heads; heads_last must say how lse stands", **given)
