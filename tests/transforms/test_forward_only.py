@@ -41,18 +41,22 @@ def test_constant_operands_need_no_derivative(case):
     assert jax.grad(loss)(jnp.ones(())) == results[0].astype(jnp.float32).sum()
 
 
-def donated(case, arrays):
+def donated(case, arrays, transform=lambda f: f):
     """The compiled call with every operand donated that a result overwrites, these operands, and the others."""
     pools = {name: arrays[name] for name in case.algorithm.in_place.values()}
     rest = {name: x for name, x in arrays.items() if name not in pools}
-    call = jax.jit(lambda pools, rest: case.call({**rest, **pools}), donate_argnums=0)
+    call = jax.jit(transform(lambda pools, rest: case.call({**rest, **pools})), donate_argnums=0)
     return call.lower(pools, rest).compile(), pools, rest
 
 
 @each_in_place
-def test_a_donated_operand_is_not_copied(case):
+@pytest.mark.parametrize("mapped", (False, True), ids=("", "vmap"))
+def test_a_donated_operand_is_not_copied(case, mapped):
     """The result has its buffer, by the program's memory analysis, and no instruction copies it."""
-    compiled, pools, _ = donated(case, case.arrays())
+    arrays = case.arrays()
+    if mapped:
+        arrays = {name: jnp.stack([x, x, x]) for name, x in arrays.items()}
+    compiled, pools, _ = donated(case, arrays, jax.vmap) if mapped else donated(case, arrays)
     hlo = compiled.as_text()
     aliases = re.search(r"input_output_alias=\{(.*?) \}", hlo)
     assert aliases, hlo.splitlines()[0]

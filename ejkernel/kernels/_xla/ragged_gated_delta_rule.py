@@ -3,10 +3,10 @@
 The equations are those of `gated_delta_rule`. Sequences of one token are computed all at once, except on a CPU, where
 a loop replaces one state after the other in its place: this is an eighth of the time of gathering all states and
 scattering them. The loop over chunks has as many steps as the longer sequences need, none in a step of decoding.
+Under `vmap`, the steps of a batch are computed as one step, with all sequences and one pool of all states.
 """
 
 from dataclasses import replace
-from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,9 +45,9 @@ def reference(*operands: Array | None, spec: GatedDeltaRuleSpec = GatedDeltaRule
 
 def _sequences(x: Operands) -> tuple[Array, Array, Array]:
     """The first token of each sequence, the one after its last, and its slot in the pool, out of range for none."""
-    cuts, states = x.query_start_loc.clip(0, x.q.shape[0]), x.states.shape[0]
+    cuts, states = x.query_start_loc.clip(0, x.q.shape[-3]), x.states.shape[-4]
     is_place = (x.state_indices >= 0) & (x.state_indices < states)
-    return cuts[:-1], cuts[1:], jnp.where(is_place, x.state_indices, states)
+    return cuts[..., :-1], cuts[..., 1:], jnp.where(is_place, x.state_indices, states)
 
 
 def heuristic(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> RecurrenceConfig:
@@ -69,22 +69,34 @@ def ragged_gated_delta_rule(
     config: RecurrenceConfig = RecurrenceConfig(),
 ) -> Outputs:
     """o, and the pool with the states after the step."""
-    one_by_one = config.algorithm == SEQUENTIAL
-    return over_batch(partial(_step, spec=spec, config=config), Operands(*operands), one_by_one)
+    x = Operands(*operands)
+    batch = max(a.shape[0] for a in x if a is not None)
+    tokens, states = x.q.shape[1], x.states.shape[1]
+    first, after, slot = _sequences(x)
+    of_step = jnp.arange(batch, dtype=np.int32)[:, None]
+    first, after = (a + of_step * tokens for a in (first, after))
+    slot = jnp.where(slot < states, slot + of_step * states, batch * states)
+    together = lambda a: jnp.broadcast_to(a, (batch, *a.shape[1:])).reshape(batch * a.shape[1], *a.shape[2:])
+    whole = Operands(*(None if a is None else together(a) for a in x))
+    size = max(1, at_most(config.chunk_size, tokens))
+    o, pool = _step(whole, spec, config, size, *map(together, (first, after, slot)))
+    return Outputs(o.reshape(batch, tokens, *o.shape[1:]), pool.reshape(batch, states, *pool.shape[1:]))
 
 
-def _step(x: Operands, spec: GatedDeltaRuleSpec, config: RecurrenceConfig) -> Outputs:
+def _step(
+    x: Operands, spec: GatedDeltaRuleSpec, config: RecurrenceConfig, size: int, first: Array, after: Array, slot: Array
+) -> tuple[Array, Array]:
+    """o [t,h,e] and the pool after the sequences of tokens first ≤ i < after, in chunks of `size` tokens."""
     o = varying_like(x, jnp.zeros(x.v.shape, x.q.dtype))
     if x.v.size == 0:
-        return Outputs(o, x.states)
-    first, after, slot = _sequences(x)
+        return o, x.states
     is_one = after - first == 1
     if config.algorithm == SEQUENTIAL:
         o, pool = _decoded_in_place(x, spec, first, jnp.argsort(~is_one), is_one.sum(), slot, o)
     else:
         o, pool = _decoded(x, spec, jnp.where(is_one, first, x.q.shape[0]), slot, o)
     spans = jnp.stack([first, jnp.where(is_one, first, after)], -1)
-    return Outputs(*_prefilled(x, spec, config, spans, slot, o, pool))
+    return _prefilled(x, spec, size, spans, slot, o, pool)
 
 
 def _tokens(x: Operands, at: Array) -> tuple:
@@ -123,11 +135,10 @@ def _decoded_in_place(
 
 
 def _prefilled(
-    x: Operands, spec: GatedDeltaRuleSpec, config: RecurrenceConfig, spans: Array, slot: Array, o: Array, pool: Array
+    x: Operands, spec: GatedDeltaRuleSpec, size: int, spans: Array, slot: Array, o: Array, pool: Array
 ) -> tuple[Array, Array]:
     """o and the pool after the sequences of spans [n,2]; a sequence's state is written after each of its chunks."""
     dtype, sequences = statistics_dtype(x.q.dtype), spans.shape[0]
-    size = max(1, at_most(config.chunk_size, x.q.shape[0]))
     chunks = chunks_of(spans[None], x.q.shape[0], size)
     tokens, begins = chunks.token[0].reshape(-1, size), chunks.begins[0]
 
