@@ -38,9 +38,10 @@ def apply_sliding_window(
             their attached positions.
         index: for "decode", the row of the query: an int or integers [B].
     """
-    left, right = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
+    pair = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
+    left, right = (int(bound) if isinstance(bound, np.integer) else bound for bound in pair)
     for bound in (left, right):
-        if isinstance(bound, int | np.integer) and bound < 0:
+        if isinstance(bound, int) and bound < 0:
             raise ValueError(f"MaskInfo: sliding_window is {shown(sliding_window)}; it must not be negative")
     found = replace(_banded(self, (-left, right), offset), sliding_window_baked_in=True)
     if mode in (None, "default"):
@@ -54,7 +55,8 @@ def apply_sliding_window(
     if index is None:
         raise ValueError("MaskInfo: apply_sliding_window with mode='decode' needs index, the row of the query")
     index, width = jnp.broadcast_to(jnp.asarray(index, jnp.int32), (batch,)), min(left + right + 1, keys)
-    return _part_with_positions(found, index, 1, jnp.clip(index - left, 0, keys - width), width)
+    first = index - min(left, queries)  # below 0 for every left of at least the number of rows
+    return _part_with_positions(found, index, 1, jnp.clip(first, 0, keys - width), width)
 
 
 def apply_chunked(self, chunk_size: Any, offset: int = 0) -> Any:
@@ -164,12 +166,11 @@ def _banded(self, band: tuple[Any, Any], offset: Any) -> Any:
     """Restricts a MaskInfo by a band, shifted by an offset: as numbers if these are static, otherwise in the mask."""
     _known_shape(self, "apply_causal or apply_sliding_window")
     if all(x is None or isinstance(x, int | np.integer) for x in (*band, offset)):
-        low, high = (None if x is None else int(x + offset) for x in band)
+        low, high = (None if x is None else int(x) + int(offset) for x in band)
         return replace(self, _band=_narrower(self._band, (low, high)))
-    offset = jnp.asarray(offset).reshape(-1, 1, 1)  # [B or 1, 1, 1]
     rows, columns = map(jnp.arange, self._pairs().shape[-2:])
-    moved = tuple(None if x is None else x + offset for x in band)
-    return self.replace(attention_mask=self._pairs() & within_band(moved, rows, columns)[:, None])
+    rows = rows + jnp.asarray(offset).reshape(-1, 1)  # [B or 1, Q]
+    return self.replace(attention_mask=self._pairs() & within_band(band, rows, columns)[:, None])
 
 
 def _narrower(a: Band, b: Band) -> Band:

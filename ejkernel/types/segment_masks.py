@@ -4,6 +4,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Integer, Num, Shaped
 
@@ -99,9 +100,20 @@ def as_bool(mask: Shaped[Array, "..."]) -> Bool[Array, "..."]:
     return mask if mask.dtype == jnp.bool_ else mask != 0
 
 
-def within_band(band: tuple[Any, Any], rows: Integer[Array, "*batch q"], columns: Integer[Array, "*batch k"]) -> Any:
-    """i + low ≤ j ≤ i + high for rows i and columns j; None is unbounded, and True is returned if both are None."""
-    low, high = band
-    rows, columns = rows[..., :, None], columns[..., None, :]
-    after = True if low is None else columns >= rows + low
-    return after if high is None else after & (columns <= rows + high)
+def within_band(band: tuple[Any, Any], rows: Integer[Array, "*#batch q"], columns: Integer[Array, "*#batch k"]) -> Any:
+    """low ≤ j − i ≤ high for rows i and columns j; None is unbounded, and True is returned if both are None.
+
+    A bound may be any int, also one that does not fit in 32 bits.
+    """
+    low, high = map(_within_int32, band)
+    distance = columns[..., None, :] - rows[..., :, None]
+    after = True if low is None else distance >= low
+    return after if high is None else after & (distance <= high)
+
+
+def _within_int32(bound: Any) -> Any:
+    """A static bound as an int32 that the same distances satisfy; None and arrays are unchanged."""
+    if not isinstance(bound, int | np.integer):
+        return bound
+    limits = np.iinfo(np.int32)
+    return np.int32(min(max(int(bound), limits.min), limits.max))

@@ -146,6 +146,30 @@ def test_the_parts_of_a_step_are_those_of_the_whole(made):
     np.testing.assert_array_equal(found.attention_mask, expected)
 
 
+@pytest.mark.parametrize("bound", [2**31 - 1, np.int32(2**31 - 1), 2**31, 2**63 - 1], ids=repr)
+def test_bounds_beyond_every_length_hide_nothing(bound):
+    """Models without a window have such numbers in its place, which do not fit in 32 bits with an index added."""
+    made, causal = MaskInfo.from_segments(Q_IDS), np.arange(S) <= np.arange(S)[:, None]
+    all_of_it = np.asarray(made.attention_mask)
+    found = made.apply_sliding_window((bound, 0))
+    np.testing.assert_array_equal(found.attention_mask, all_of_it & causal)
+    for found in (
+        made.apply_sliding_window(bound),
+        made.apply_sliding_window(bound, offset=1),
+        made.apply_causal(bound),
+    ):
+        np.testing.assert_array_equal(found.attention_mask, all_of_it)
+    chunks = MaskInfo.create_chunked_attention_mask(S, S, offset=bound)
+    assert chunks.all()
+    offsets = made.apply_sliding_window(bound, offset=jnp.array([1, -1]))
+    np.testing.assert_array_equal(offsets.attention_mask, all_of_it)
+    row = made.apply_sliding_window((bound, 0), mode="decode", index=jnp.array([3, 6]))
+    np.testing.assert_array_equal(row.attention_mask[:, 0, 0], (all_of_it & causal)[[0, 1], 0, [3, 6]])
+    if bound < 2**31:
+        traced = jax.jit(lambda x, w: x.apply_sliding_window(w, offset=jnp.array([1, 0])).attention_mask)
+        np.testing.assert_array_equal(traced(made, bound), all_of_it)
+
+
 def test_kernels_get_ids_and_a_band_instead_of_a_mask():
     found = MaskInfo.from_segments(Q_IDS).apply_causal().apply_sliding_window((3, 5))
     assert found.visibility.mask is None and found.visibility.band == (-3, 0)
