@@ -109,9 +109,9 @@ def state_space_v2(present: Present, call: dict[str, Any], specs: dict[str, Any]
     y, state = _run(present, call, specs)
     y = y.reshape(*y.shape[:2], -1)
     if gate is not None and call["use_gated_rmsnorm"]:
-        wide = y.astype(jnp.float32)
+        wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
         wide = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + call["rmsnorm_eps"])
-        y = _gated(wide, {**call, "gate": gate.astype(jnp.float32)}).astype(x.dtype)
+        y = _gated(wide, {**call, "gate": gate.astype(wide.dtype)}).astype(x.dtype)
     else:
         y = _gated(y, call)
     return y, state, call["conv_state"]

@@ -123,3 +123,14 @@ def test_state_space_v2_with_a_gate(norm):
     assert conv_state is None
     with pytest.raises(ValueError, match="n_groups is 1, but B has 2"):
         modules.state_space_v2(x, A, B, C, D, dt, n_groups=1)
+
+
+def test_the_norm_of_state_space_v2_is_in_the_dtype_of_float64_arrays():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        x, B, C, gate = (rng.standard_normal(s) for s in ((1, 5, 4, 3), (1, 5, 2, 6), (1, 5, 2, 6), (1, 5, 12)))
+        rest = B, C, np.ones(4), np.full((1, 5, 4), 0.1)
+        y = np.asarray(ejkernel.lax.state_space_v2(x, -np.ones(4), *rest)).reshape(1, 5, 12)
+        found = modules.state_space_v2(x, -np.ones(4), *rest, gate=gate, use_gated_rmsnorm=True)[0]
+        normed = y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-5)
+        np.testing.assert_allclose(found, normed * gate / (1 + np.exp(-gate)), rtol=0, atol=1e-14)
