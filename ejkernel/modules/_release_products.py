@@ -12,6 +12,7 @@ from ..kernels._registry import Platform, kernel_registry
 from ..xla_utils.groups import group_bounds
 from ._release import Present, arrays_of, entries_of, run, translates
 from .operations._arguments import int32
+from .operations.grouped_matmul import checked_offset, result_dtype
 
 
 @translates
@@ -29,8 +30,8 @@ def grouped_matmul(grouped: Present, call: dict[str, Any], specs: dict[str, Any]
         call, "lhs", "rhs", "group_sizes", "existing_out", "rhs_scale", "rhs_bias"
     )
     lhs, rhs = with_one_dtype(lhs, rhs)
-    if (offset := call["group_offset"]) is not None:
-        sizes = jax.lax.dynamic_slice_in_dim(sizes, jnp.asarray(offset).reshape(()), rhs.shape[0])
+    if call["group_offset"] is not None:
+        sizes = _sizes_from(call["group_offset"], sizes, rhs)
     if scale is not None and scale.ndim == 4:
         if scale.shape[1:3] != (1, 1):
             raise value_error(
@@ -46,11 +47,26 @@ def grouped_matmul(grouped: Present, call: dict[str, Any], specs: dict[str, Any]
     wanted = call["preferred_element_type"]
     if existing is None and bias is None:
         return run(grouped, call, arguments | dict(preferred_element_type=wanted), specs)
-    wide = np.promote_types(np.promote_types(wanted, lhs.dtype), np.float32)
+    wanted, wide = result_dtype(wanted, lhs), np.promote_types(lhs.dtype, np.float32)
     o = run(grouped, call, arguments | dict(preferred_element_type=wide), specs)
     if bias is not None:
+        _require_shape("rhs_bias", bias, ((rhs.shape[0], 1, o.shape[1]), (rhs.shape[0], o.shape[1])))
         o += _bias_of_rows(bias.astype(wide), sizes, lhs.shape[0])
-    return (o if existing is None else o + existing.astype(wide)).astype(wanted)
+    if existing is not None:
+        _require_shape("existing_out", existing, (o.shape,))
+        o += existing.astype(wide)
+    return o.astype(wanted)
+
+
+def _sizes_from(offset: Any, sizes: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The sizes of the groups that rhs has, which begin at an offset; 0 for those after the last group."""
+    first, matrices = checked_offset(offset, sizes, rhs).reshape(()), rhs.shape[0]
+    return sizes.at[first + jnp.arange(matrices)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def _require_shape(name: str, x: jax.Array, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if x.shape not in shapes:
+        raise value_error("grouped_matmul", f"{name} must be {' or '.join(map(str, map(list, shapes)))}", **{name: x})
 
 
 def _bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:

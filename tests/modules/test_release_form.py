@@ -57,6 +57,30 @@ def test_grouped_matmul_with_all_that_is_added():
     close(found, grouped(lhs[3:], rhs[1:3], SIZES[1:3]))
 
 
+def test_grouped_matmul_from_an_offset_at_the_last_groups():
+    """Matrices for which there is no group have no rows; here there were the rows of the group before."""
+    lhs, rhs = random(12, 8), random(2, 8, 5)
+    for call in (modules.grouped_matmul, jax.jit(modules.grouped_matmul)):
+        close(call(lhs, rhs, SIZES, jnp.int32(3)), grouped(lhs, rhs, [2, 0]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (dict(rhs_bias=random(3, 1, 5)), r"rhs_bias must be \[4, 1, 5\] or \[4, 5\]"),
+        (dict(rhs_bias=random(4, 1, 1)), r"rhs_bias must be \[4, 1, 5\] or \[4, 5\]"),
+        (dict(use_v2=True, existing_out=random(5)), r"existing_out must be \[12, 5\]"),
+        (dict(use_v2=True, group_offset=-1), "group_offset is -1"),
+        (dict(use_v2=True, group_offset=jnp.array([0, 1])), "group_offset must be a scalar"),
+        (dict(rhs_bias=random(4, 5), preferred_element_type=jnp.int32), "preferred_element_type is int32"),
+    ),
+    ids=("a bias too few", "one column", "one row", "before the first", "two offsets", "ints"),
+)
+def test_grouped_matmul_refuses_what_would_be_broadcast_or_clipped(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        modules.grouped_matmul(random(12, 8), random(4, 8, 5), SIZES, **arguments)
+
+
 @pytest.mark.parametrize("sizes", ([5, 2**31 - 1, 2**31 - 1, 2**31 - 1], [2, 3, 9, 9]), ids=("32 bits", "rows"))
 def test_grouped_matmul_of_sizes_beyond_the_rows(sizes):
     """They are clipped at the last row; their sum does not overflow."""

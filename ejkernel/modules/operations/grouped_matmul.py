@@ -76,7 +76,7 @@ def grouped_matmul_arguments(
     )
     transpose_rhs = static_bool(NAME, "transpose_rhs", transpose_rhs)
     _check_arrays(lhs, rhs, group_sizes, transpose_rhs)
-    spec = GroupedMatmulSpec(_result_dtype(preferred_element_type, lhs), transpose_rhs)
+    spec = GroupedMatmulSpec(result_dtype(preferred_element_type, lhs), transpose_rhs)
     rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
     operands = Operands(
         lhs[None],
@@ -111,7 +111,8 @@ def _check_arrays(lhs, rhs, group_sizes, transpose_rhs: bool) -> None:
             raise value_error(NAME, f"rhs has 0 {name}; it must have some", rhs=rhs)
 
 
-def _result_dtype(dtype, lhs) -> str:
+def result_dtype(dtype: Any, lhs: Array) -> str:
+    """The name of preferred_element_type; raises unless it is a dtype that the result may have."""
     try:
         name = None if dtype is None or is_array(dtype) else np.dtype(dtype).name
     except Exception:  # of many kinds, for values that numpy takes for the description of a structured dtype
@@ -135,6 +136,12 @@ def _offset(offset, group_sizes, rhs):
                 group_sizes=group_sizes,
             )
         return None
+    return checked_offset(offset, group_sizes, rhs)
+
+
+def checked_offset(offset: Any, group_sizes: Array, rhs: Array) -> Array:
+    """group_offset as [1] int32; raises unless it is one integer, and there are sizes for all matrices."""
+    matrices, groups = rhs.shape[0], group_sizes.shape[0]
     if isinstance(offset, int) and not isinstance(offset, bool):
         if not 0 <= offset < 2**31:
             raise value_error(
