@@ -40,7 +40,7 @@ def over_mesh(
     local = jax.shard_map(
         lambda of: run({**of, **rest}), mesh=mesh, in_specs=({n: specs[n] for n in arrays},), out_specs=out_specs
     )
-    return local(_placed(arrays, specs, mesh))
+    return local(placed(arrays, specs, mesh))
 
 
 def _constrained(results, out_specs, mesh):
@@ -111,10 +111,10 @@ def _in_order(operation, arrays, in_specs):
     return dict(zip(arrays, in_specs, strict=False))
 
 
-def _placed(arrays, specs, mesh):
+def placed(arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec], mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     """The arrays with the shardings of their specs, which `shard_map` requires on a mesh with Explicit axes."""
     if not _is_explicit(mesh):
-        return arrays
+        return dict(arrays)
     return {name: jax.sharding.reshard(x, jax.NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
 
 

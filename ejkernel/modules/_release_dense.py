@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 from ..errors import shown, value_error
 from ..types import MaskInfo
 from ..types.mask_info import Visibility
+from ._over_mesh import placed
 from ._release import Present, arrays_of, entries_of, platform_and_config, run, sinks_of_heads, translates
-from ._release_visibility import dense, lax_band, specs_of_masks, visibility_of
+from ._release_visibility import dense, given_mask_info, lax_band, specs_of_masks, visibility_of
 
 
 @translates
@@ -90,13 +91,7 @@ def scaled_dot_product_attention(flash: Present, call: dict[str, Any], specs: di
             jnp.ones((q.shape[0], n), bool) if lengths is None else jnp.arange(n) < jnp.asarray(lengths)[:, None]
             for lengths, n in ends.values()
         ]
-        info, of_ends = call["mask_info"], MaskInfo.from_segments(*valid, is_attn_mask=True)
-        if info is None:
-            info = of_ends
-        else:
-            mask = info.get_or_compute_attention_mask()[..., : q.shape[1], : k.shape[1]]
-            info = info.replace(attention_mask=mask & of_ends.attention_mask)
-        call |= dict(mask_info=info)
+        call |= dict(mask_info=_both(given_mask_info(name, call), MaskInfo.from_segments(*valid, is_attn_mask=True)))
     return _attend(name, flash, call, specs)
 
 
@@ -128,7 +123,7 @@ def blocksparse_attention(flash: Present, call: dict[str, Any], specs: dict[str,
     specs |= {n: _swapped(specs[n]) for n in "qkv" if n in specs}
     if call.get("out_specs") is not None:
         call |= dict(out_specs=_swapped(call["out_specs"]))
-    call = _with_mask_and_chunks(call)
+    call = _with_mask_and_chunks(name, call)
     return _attend(name, flash, call, specs).swapaxes(1, 2)
 
 
@@ -138,18 +133,27 @@ def _swapped(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(batch, rows, heads, features)
 
 
-def _with_mask_and_chunks(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_mask_and_chunks(name: str, call: Mapping[str, Any]) -> dict[str, Any]:
     """The call with `attention_mask` and `chunk_size` combined into mask_info."""
     (batch, queries, *_), keys = call["q"].shape, call["k"].shape[1]
-    info = call["mask_info"]
+    info = given_mask_info(name, call)
     if (mask := call.get("attention_mask")) is not None:
-        of_mask = MaskInfo.from_attention_mask(mask)
-        mask = of_mask.get_or_compute_attention_mask()
-        info = of_mask if info is None else info.replace(attention_mask=info.get_or_compute_attention_mask() & mask)
+        info = _both(info, MaskInfo.from_attention_mask(mask))
     if call["chunk_size"] is not None:
-        info = MaskInfo.from_segments(*(jnp.zeros((batch, n)) for n in (queries, keys))) if info is None else info
+        if info is None or info.kv_len is None:
+            info = _both(info, MaskInfo.from_segments(*(jnp.zeros((batch, n)) for n in (queries, keys))))
         info = info.apply_chunked(call["chunk_size"])
     return {**call, "mask_info": info}
+
+
+def _both(info: MaskInfo | None, other: MaskInfo) -> MaskInfo:
+    """What both let a query see, of the queries and keys of the other, with the flags of the first."""
+    if info is None:
+        return other
+    mask = other.get_or_compute_attention_mask()
+    if info.kv_len is not None:
+        mask &= info.get_or_compute_attention_mask()[..., : mask.shape[-2], : mask.shape[-1]]
+    return info.replace(attention_mask=mask)
 
 
 @translates
@@ -159,7 +163,8 @@ def ring_attention(composed: tuple[Present, Present], call: dict[str, Any], spec
     If the queries are not split over `axis_name`, as in a step of decoding, each device gets all keys.
     """
     ring, flash = composed
-    name, call = "ring_attention", _with_mask_and_chunks(call)
+    name = "ring_attention"
+    call = _with_mask_and_chunks(name, call)
     axis = call["axis_name"]
     of_q = entries_of(specs, "q", 4)
     inside = call.get("mesh") is None and axis is not None
@@ -200,9 +205,9 @@ def _ring_of(ring: Present, call: Mapping[str, Any], specs: Mapping[str, Any], i
     specs = {n: specs.get(n, PartitionSpec()) for n in "qkv"} | specs_of_masks(seen_by, batch, heads, rows, rows)
     specs |= dict(sinks=PartitionSpec(heads), bias=_rows_of_bias(bias, batch, heads, rows))
     local = jax.shard_map(
-        attend, mesh=call.get("mesh"), in_specs=({n: specs[n] for n in arrays},), out_specs=call["out_specs"]
+        attend, mesh=call["mesh"], in_specs=({n: specs[n] for n in arrays},), out_specs=call["out_specs"]
     )
-    return local(arrays)
+    return local(placed(arrays, specs, call["mesh"]))
 
 
 def _rows_of_bias(bias: Any, *entries: Any) -> PartitionSpec:
@@ -236,9 +241,10 @@ def _attend(
     if name in ("attention", "ring_attention"):
         _refuse_capped_bias(name, {**call, "bias": bias})
     queries, keys = q.shape[1], k.shape[1]
+    _check_keys(name, k, v, bias)
     seen_by = visibility_of(name, call, q.shape[0], queries, keys)
     options, kept, left = lax_band(seen_by, queries, keys)
-    cut = bias if bias is None or bias.shape[-1] == 1 else bias[..., :kept]
+    cut = bias[..., :kept] if bias is not None and bias.shape[-1:] == (keys,) else bias
     arguments = dict(q=q, k=k[:, :kept], v=v[:, :kept], bias=cut, mask=left.mask)
     arguments |= dict(q_segment_ids=left.q_segment_ids, kv_segment_ids=left.kv_segment_ids)
     arguments |= options | _options(call, q.shape[2], k.shape[2])
@@ -250,6 +256,15 @@ def _attend(
         return run(flash, call, arguments, specs)
     o, lse = run(flash, call, arguments | dict(return_lse=True), specs)
     return o, _weights(q, k, bias, lse, seen_by, call).astype(o.dtype)
+
+
+def _check_keys(name: str, k: Any, v: Any, bias: Any) -> None:
+    """Raises unless values and columns of a bias are as many as keys, of which those that no query sees are cut off."""
+    keys = k.shape[1]
+    if v.shape[1] != keys:
+        raise value_error(name, f"v has length {v.shape[1]} but k has {keys}; they must be equal", k=k, v=v)
+    if bias is not None and bias.shape[-1:] not in ((), (1,), (keys,)):
+        raise value_error(name, f"bias has {bias.shape[-1]} columns; it must have 1 or {keys}, as k", bias=bias, k=k)
 
 
 def _weights(q: Any, k: Any, bias: Any, lse: Any, seen_by: Visibility, call: Mapping[str, Any]) -> Any:

@@ -74,17 +74,22 @@ def ragged_page_attention_v3(paged: Present, call: dict[str, Any], specs: dict[s
         sinks = jnp.pad(sinks, ((0, more_groups * (heads // groups)), *((0, 0),) * (sinks.ndim - 1)))
     arguments = {name: call[name] for name in ("context_lens", "query_start_loc", *_OPTIONS)}
     arguments |= dict(q=padded(q, more_groups * (heads // groups)), k=padded(k, more_groups), v=padded(v, more_groups))
-    arguments |= dict(kv_pages=pages, block_tables=_two_axes(call), num_seqs=_count(call["num_seqs"]))
+    arguments |= dict(
+        kv_pages=pages, block_tables=_two_axes("ragged_page_attention_v3", call), num_seqs=_count(call["num_seqs"])
+    )
     arguments |= dict(softmax_aux=sinks, softmax_scale=scale)
     specs, call = _of_four_axes(call, specs, pool.ndim)
     o, pages = run(paged, call, arguments, specs)
     return o[:, :heads, :features] if more_groups or more else o, pages.reshape(pool.shape)
 
 
-def _two_axes(call: dict[str, Any]) -> Any:
+def _two_axes(name: str, call: dict[str, Any]) -> Any:
     """block_tables as [N, pages of a sequence], also from flat ones."""
     tables, lens = arrays_of(call, "block_tables", "context_lens")
-    return tables.reshape(lens.shape[0], -1)
+    if tables.ndim == 1 and (tables.size == 0 or tables.size % max(1, lens.size)):
+        rule = f"block_tables has {tables.size} entries; they must be as many for each of {lens.size} sequences"
+        raise value_error(name, rule, block_tables=tables, context_lens=lens)
+    return tables.reshape(lens.shape[0], -1) if tables.ndim == 1 else tables
 
 
 def _count(distribution: Any) -> Any:
@@ -127,7 +132,7 @@ def ragged_page_attention_v3_turboquant(paged: Present, call: dict[str, Any], sp
     block_tables may be flat, [N · pages of a sequence]; num_seqs may be a distribution [3], whose last number is the
     number of sequences. bits and qjl_dim must agree with the codebooks and the projection.
     """
-    call |= dict(block_tables=_two_axes(call), num_seqs=_count(call["num_seqs"]))
+    call |= dict(block_tables=_two_axes("ragged_page_attention_v3_turboquant", call), num_seqs=_count(call["num_seqs"]))
     return _over_quantised("ragged_page_attention_v3_turboquant", paged, call, specs)
 
 
@@ -197,7 +202,7 @@ def multi_latent_ragged_page_attention(latent: Present, call: dict[str, Any], sp
     padded = lambda x, to: jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, to - x.shape[-1])))
     widths = wide, pages.shape[2] - wide
     lens, starts = (jnp.asarray(call[n], jnp.int32) for n in ("context_lens", "query_start_loc"))
-    tables, count = _two_axes(call), _count(call["distribution"])
+    tables, count = _two_axes(name, call), _count(call["distribution"])
     new = jnp.concatenate([padded(x, to) for x, to in zip((c, r), widths, strict=True)], -1)
     pages = _written(pages, new, tables, places(tokens, lens, starts, jnp.asarray(count).reshape(1)))
     arguments = dict(zip(("q_latent", "q_rope"), map(padded, (q, q_rope), widths), strict=True))

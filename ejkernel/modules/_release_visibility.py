@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..errors import shown, value_error
+from ..errors import shown, type_error, value_error
 from ..types import MaskInfo
 from ..types.mask_info import Visibility
 from ..types.segment_masks import Band, equal_and_valid, within_band
@@ -23,20 +23,27 @@ def visibility_of(operation: str, call: Mapping[str, Any], batch: int, queries: 
 
     If mask_info already includes causality or a window, the call adds none.
     """
-    info = MaskInfo() if call["mask_info"] is None else call["mask_info"]
+    info = given_mask_info(operation, call) or MaskInfo()
     mask, q_ids, kv_ids, band = info.visibility
     if mask is not None:
         mask = mask[:, :, :queries, :keys]
     if q_ids is not None:
-        q_ids, kv_ids = (
-            jnp.broadcast_to(x[:, :n], (batch, min(n, x.shape[1]))) for x, n in ((q_ids, queries), (kv_ids, keys))
-        )
+        of_all = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])) if x.shape[0] == 1 else x
+        q_ids, kv_ids = of_all(q_ids[:, :queries]), of_all(kv_ids[:, :keys])
     if call["causal"] and not info.causal_mask_baked_in:
         band = _narrower(band, (None, 0))
     if call["sliding_window"] is not None and not info.sliding_window_baked_in:
         left, right = window_of(operation, call["sliding_window"])
         band = _narrower(band, (None if left is None else -left, right))
     return Visibility(mask, q_ids, kv_ids, band)
+
+
+def given_mask_info(operation: str, call: Mapping[str, Any]) -> MaskInfo | None:
+    """The `mask_info` of a call; raises if it is something else."""
+    info = call["mask_info"]
+    if not isinstance(info, MaskInfo | None):
+        raise type_error(operation, f"mask_info is {shown(info)}; it must be a MaskInfo or None")
+    return info
 
 
 def window_of(operation: str, window: Any) -> tuple[int | None, int | None]:

@@ -100,6 +100,8 @@ class MaskInfo(Constructors):
         """What kernels mask by, which is the mask alone if there is one, otherwise the ids, and the band."""
         if self._attention_mask is not None:
             return Visibility(as_bool(_four_axes(self._attention_mask)), None, None, self._band)
+        if (self._q_segment_ids is None) != (self._kv_segment_ids is None):
+            raise ValueError("MaskInfo: it has segment ids of queries or keys alone; it must have both")
         return Visibility(None, self._q_segment_ids, self._kv_segment_ids, self._band)
 
     @property
