@@ -94,6 +94,7 @@ def gated_delta_rule_prefill(
 def state_space_v1(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
     """Mamba's state space. y is multiplied by act_fn(gate), by default silu. Returns (y, final state, conv_state)."""
     y, state = _run(present, call, specs)
+    _check_gate("state_space_v1", y, *arrays_of(call, "gate"))
     return _gated(y, call), state, call["conv_state"]
 
 
@@ -106,9 +107,12 @@ def state_space_v2(present: Present, call: dict[str, Any], specs: dict[str, Any]
     x, B, gate = arrays_of(call, "x", "B", "gate")
     if call["n_groups"] not in (None, B.shape[2]):
         raise value_error("state_space_v2", f"n_groups is {call['n_groups']}, but B has {B.shape[2]}", B=B)
+    if call["use_gated_rmsnorm"] and gate is None:
+        raise value_error("state_space_v2", "use_gated_rmsnorm is True but there is no gate, whose norm it is")
     y, state = _run(present, call, specs)
-    y = y.reshape(*y.shape[:2], -1)
-    if gate is not None and call["use_gated_rmsnorm"]:
+    y = y.reshape(*y.shape[:2], y.shape[2] * y.shape[3])
+    _check_gate("state_space_v2", y, gate)
+    if call["use_gated_rmsnorm"]:
         wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
         wide = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + call["rmsnorm_eps"])
         y = _gated(wide, {**call, "gate": gate.astype(wide.dtype)}).astype(x.dtype)
@@ -122,6 +126,12 @@ def _run(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
     if call["mesh"] is not None:
         raise value_error(present.__name__, "a mesh is given; call it inside jax.shard_map")
     return run(present, call, {name: call[name] for name in names} | dict(return_state=True), specs)
+
+
+def _check_gate(name: str, y: jax.Array, gate: Any) -> None:
+    """Raises unless a gate has the shape of y, to which y could be broadcast otherwise."""
+    if gate is not None and gate.shape != y.shape:
+        raise value_error(name, f"gate must be {list(y.shape)}, as the result", gate=gate)
 
 
 def _gated(y: jax.Array, call: dict[str, Any]) -> jax.Array:

@@ -144,6 +144,20 @@ def test_unsupported_arguments_are_errors(call, message):
         call(*qkv())
 
 
+def test_gates_that_do_not_fit():
+    """They, or the result, would be broadcast to the shape of both."""
+    x, B, A, dt = random(1, 5, 4, 3), random(1, 5, 2, 6), -jnp.ones(4), jnp.ones((1, 5, 4))
+    second = lambda **gated: modules.state_space_v2(x, A, B, B, jnp.ones(4), dt, **gated)
+    for shape in ((2, 5, 12), (12,), (1, 5, 4, 3)):
+        with pytest.raises(ValueError, match=r"state_space_v2: gate must be \[1, 5, 12\], as the result"):
+            second(gate=random(*shape))
+    with pytest.raises(ValueError, match="use_gated_rmsnorm is True but there is no gate"):
+        second(gate=None, use_gated_rmsnorm=True)
+    x, B = random(1, 5, 8), random(1, 5, 4)
+    with pytest.raises(ValueError, match=r"state_space_v1: gate must be \[1, 5, 8\], as the result"):
+        modules.state_space_v1(x, -jnp.ones((8, 4)), B, B, jnp.ones(8), jnp.ones((1, 5, 8)), gate=x[:, :1])
+
+
 def test_configs():
     made = configs.FlashAttentionConfig(fwd_params=FwdParams(64, 32), platform="xla")
     assert configs.FlashAttentionConfig.from_dict(made.to_dict()) == made

@@ -134,3 +134,11 @@ def test_the_norm_of_state_space_v2_is_in_the_dtype_of_float64_arrays():
         found = modules.state_space_v2(x, -np.ones(4), *rest, gate=gate, use_gated_rmsnorm=True)[0]
         normed = y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-5)
         np.testing.assert_allclose(found, normed * gate / (1 + np.exp(-gate)), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("norm", (False, True))
+def test_a_gate_of_no_tokens(norm):
+    x, B, A, dt = normal(1, 0, 4, 3), normal(1, 0, 2, 6), -jnp.ones(4), jnp.ones((1, 0, 4))
+    gated = dict(gate=normal(1, 0, 12), use_gated_rmsnorm=norm)
+    y, state, _ = modules.state_space_v2(x, A, B, B, jnp.ones(4), dt, **gated)
+    assert y.shape == (1, 0, 12) and not state.any()
