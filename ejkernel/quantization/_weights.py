@@ -53,21 +53,7 @@ def quantize(
     Raises:
         ValueError, TypeError: the mode has no such bits or group size, or the group size does not divide the axis.
     """
-    of = format_of("quantize", mode, bits, group_size)
-    w = _matrix("quantize", "w", w, FLOATS)
-    w = w.swapaxes(-1, -2) if _is_row("quantize", axis) else w
-    if w.shape[-1] % of.group_size:
-        other = "col" if axis == "row" else "row"
-        raise value_error(
-            "quantize",
-            f"group_size is {of.group_size} but axis {axis!r} of w has {w.shape[-1]} entries; it should divide them "
-            f"(axis={other!r} groups the entries of the other axis)",
-            w=w,
-        )
-    wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
-    groups = wide.reshape(*w.shape[:-1], w.shape[-1] // of.group_size, of.group_size)
-    codes, *scales = encoded(groups, of, w.dtype)
-    return packed(codes.reshape(w.shape), of.bits), *scales
+    return _quantised("quantize", w, group_size, bits, mode, axis)
 
 
 def dequantize(
@@ -122,10 +108,30 @@ def prepack_quantized_weights(
     """
     if not isinstance(transpose, bool | np.bool_):
         raise type_error("prepack_quantized_weights", f"transpose is {shown(transpose)}; it must be True or False")
-    return quantize(w, group_size, bits, mode, axis or ("row" if transpose else "col"))
+    default = "row" if transpose else "col"
+    return _quantised("prepack_quantized_weights", w, group_size, bits, mode, default if axis is None else axis)
 
 
 # --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+def _quantised(operation: str, w: Any, group_size: Any, bits: Any, mode: Any, axis: Any) -> Quantized:
+    """`quantize`, whose errors name the operation that was called."""
+    of = format_of(operation, mode, bits, group_size)
+    w = _matrix(operation, "w", w, FLOATS)
+    w = w.swapaxes(-1, -2) if _is_row(operation, axis) else w
+    if w.shape[-1] % of.group_size:
+        other = "col" if axis == "row" else "row"
+        raise value_error(
+            operation,
+            f"group_size is {of.group_size} but axis {axis!r} of w has {w.shape[-1]} entries; it should divide them "
+            f"(axis={other!r} groups the entries of the other axis)",
+            w=w,
+        )
+    wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
+    groups = wide.reshape(*w.shape[:-1], w.shape[-1] // of.group_size, of.group_size)
+    codes, *scales = encoded(groups, of, w.dtype)
+    return packed(codes.reshape(w.shape), of.bits), *scales
 
 
 def dequantized(w: Array, scales: Array, zeros: Array | None, of: Format, dtype: Any) -> Array:

@@ -136,6 +136,11 @@ WEIGHTS = {
         TypeError,
         "prepack_quantized_weights: transpose is 'x'; it must be True or False",
     ),
+    "axis of prepacked": (
+        lambda: quantization.prepack_quantized_weights(jnp.ones((64, 64)), axis=0),
+        ValueError,
+        "prepack_quantized_weights: axis is 0; it must be 'row' or",
+    ),
 }
 
 
