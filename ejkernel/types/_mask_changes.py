@@ -31,7 +31,7 @@ def apply_sliding_window(
     """Restricts query i to keys i + offset − left ≤ j ≤ i + offset + right; an int w is (left, right) = (w, w).
 
     Args:
-        sliding_window: an int, which may be traced, or a pair.
+        sliding_window: an int, which may be traced, or a pair, where None is unbounded.
         offset: an int, or integers [B].
         mode: "decode" keeps the row `index` and the left + right + 1 keys from index − left on; "prefill" keeps the
             last w keys, for a pair left + right + 1. Both store a mask of the rows and keys that they keep, and keep
@@ -39,14 +39,18 @@ def apply_sliding_window(
         index: for "decode", the row of the query: an int or integers [B].
     """
     pair = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
+    if sliding_window is None or len(pair) != 2:
+        raise ValueError(f"MaskInfo: sliding_window is {shown(sliding_window)}; it must be an int or a pair")
     left, right = (int(bound) if isinstance(bound, np.integer) else bound for bound in pair)
     for bound in (left, right):
         if isinstance(bound, int) and bound < 0:
             raise ValueError(f"MaskInfo: sliding_window is {shown(sliding_window)}; it must not be negative")
-    found = replace(_banded(self, (-left, right), offset), sliding_window_baked_in=True)
+    band = None if left is None else -left, right
+    found = replace(_banded(self, band, offset), sliding_window_baked_in=True)
     if mode in (None, "default"):
         return found
     batch, queries, keys = _known_shape(found, "apply_sliding_window")
+    left, right = (queries + keys if bound is None else bound for bound in (left, right))
     if mode == "prefill":
         width = min(keys, left + right + 1 if isinstance(sliding_window, tuple | list) else left)
         return _part_with_positions(found, jnp.zeros(batch, jnp.int32), queries, jnp.full(batch, keys - width), width)
@@ -147,6 +151,9 @@ def apply_kv_lengths(
     """
     if q_len is None:
         raise ValueError("MaskInfo: apply_kv_lengths needs q_len, the number of rows that are kept")
+    for name, size in (("q_len", q_len), ("sliding_window", sliding_window)):
+        if size is not None and size < 0:
+            raise ValueError(f"MaskInfo: {name} is {size}; it must not be negative")
     batch, queries, keys = _known_shape(self, "apply_kv_lengths")
     lengths = jnp.broadcast_to(jnp.asarray(kv_lengths, jnp.int32).reshape(-1), (batch,))
     ends = lengths if end_index is None else jnp.broadcast_to(jnp.asarray(end_index, jnp.int32).reshape(-1), (batch,))
@@ -165,6 +172,8 @@ def _known_shape(self, change: str) -> tuple[int, int, int]:
 def _banded(self, band: tuple[Any, Any], offset: Any) -> Any:
     """Restricts a MaskInfo by a band, shifted by an offset: as numbers if these are static, otherwise in the mask."""
     _known_shape(self, "apply_causal or apply_sliding_window")
+    if all(x is None for x in band):
+        return self
     if all(x is None or isinstance(x, int | np.integer) for x in (*band, offset)):
         low, high = (None if x is None else int(x) + int(offset) for x in band)
         return replace(self, _band=_narrower(self._band, (low, high)))

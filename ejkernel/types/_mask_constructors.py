@@ -84,6 +84,9 @@ class Constructors:
         """From the first token of each batch element and the one after its last, [start_0, end_0, start_1, …]."""
         q = jnp.asarray(cu_seqlens_q)
         kv = q if cu_seqlens_kv is None else jnp.asarray(cu_seqlens_kv)
+        for name, ends in (("cu_seqlens_q", q), ("cu_seqlens_kv", kv)):
+            if ends.size % 2:
+                raise ValueError(f"MaskInfo: {name} has {ends.size} entries; there must be a start and an end of each")
 
         def valid(ends, length):
             start, end = ends.reshape(-1, 2, 1).swapaxes(0, 1)

@@ -228,7 +228,8 @@ class MaskInfo(Constructors):
         q, kv = self._q_segment_ids, self._kv_segment_ids
         if q is None or kv is None or isinstance(q, jax.core.Tracer) or isinstance(kv, jax.core.Tracer):
             return self.q_len is not None and self.q_len == self.kv_len
-        return q.shape == kv.shape and bool((q == kv).all())
+        # In NumPy, as a comparison by JAX would be traced where a program that is traced has these ids as constants.
+        return q.shape == kv.shape and bool((np.asarray(q) == np.asarray(kv)).all())
 
     @property
     def baked_in_masks(self) -> dict[str, bool]:

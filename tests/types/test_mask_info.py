@@ -146,25 +146,23 @@ def test_the_parts_of_a_step_are_those_of_the_whole(made):
     np.testing.assert_array_equal(found.attention_mask, expected)
 
 
-@pytest.mark.parametrize("bound", [2**31 - 1, np.int32(2**31 - 1), 2**31, 2**63 - 1], ids=repr)
+@pytest.mark.parametrize("bound", [2**31 - 1, np.int32(2**31 - 1), 2**31, 2**63 - 1, None], ids=repr)
 def test_bounds_beyond_every_length_hide_nothing(bound):
     """Models without a window have such numbers in its place, which do not fit in 32 bits with an index added."""
     made, causal = MaskInfo.from_segments(Q_IDS), np.arange(S) <= np.arange(S)[:, None]
     all_of_it = np.asarray(made.attention_mask)
     found = made.apply_sliding_window((bound, 0))
     np.testing.assert_array_equal(found.attention_mask, all_of_it & causal)
-    for found in (
-        made.apply_sliding_window(bound),
-        made.apply_sliding_window(bound, offset=1),
-        made.apply_causal(bound),
-    ):
+    for offset in (0, 1, jnp.array([1, -1])):
+        found = made.apply_sliding_window((bound, bound), offset=offset)
         np.testing.assert_array_equal(found.attention_mask, all_of_it)
-    chunks = MaskInfo.create_chunked_attention_mask(S, S, offset=bound)
-    assert chunks.all()
-    offsets = made.apply_sliding_window(bound, offset=jnp.array([1, -1]))
-    np.testing.assert_array_equal(offsets.attention_mask, all_of_it)
     row = made.apply_sliding_window((bound, 0), mode="decode", index=jnp.array([3, 6]))
     np.testing.assert_array_equal(row.attention_mask[:, 0, 0], (all_of_it & causal)[[0, 1], 0, [3, 6]])
+    if bound is None:
+        return
+    for found in (made.apply_sliding_window(bound), made.apply_causal(bound)):
+        np.testing.assert_array_equal(found.attention_mask, all_of_it)
+    assert MaskInfo.create_chunked_attention_mask(S, S, offset=bound).all()
     if bound < 2**31:
         traced = jax.jit(lambda x, w: x.apply_sliding_window(w, offset=jnp.array([1, 0])).attention_mask)
         np.testing.assert_array_equal(traced(made, bound), all_of_it)
@@ -241,6 +239,11 @@ def test_lengths():
     assert (ends.cu_seqlens_q.tolist(), ends.q_lens.tolist()) == ([1, 5, 0, 7], [4, 7])
 
 
+def test_ids_that_a_traced_program_has_as_constants_are_compared():
+    same, other = MaskInfo.from_segments(Q_IDS), MaskInfo.from_segments(Q_IDS, Q_IDS + 1)
+    assert jax.jit(lambda: (same.is_self_attention(), other.is_self_attention()))() == (True, False)
+
+
 def test_shardings():
     mesh = jax.make_mesh((1, 1, 1, 1), ("dp", "fsdp", "tp", "sp"), devices=jax.devices()[:1])
     found = MaskInfo.from_attention_mask(MASK).get_shardings(True, mesh=mesh)
@@ -266,6 +269,14 @@ def test_a_picture():
         (lambda: MaskInfo.dynamic_init(), "is given no mask_info"),
         (lambda: MaskInfo.from_attention_mask(jnp.ones(4)), "has 1 axes"),
         (lambda: MaskInfo.from_segments(Q_IDS).apply_sliding_window(-1), "must not be negative"),
+        (lambda: MaskInfo.from_segments(Q_IDS).apply_sliding_window((1, 2, 3)), "must be an int or a pair"),
+        (lambda: MaskInfo.from_segments(Q_IDS).apply_sliding_window(None), "sliding_window is None; it must be an int"),
+        (lambda: MaskInfo.from_segments(Q_IDS).apply_kv_lengths(LENGTHS, q_len=-1), "q_len is -1"),
+        (
+            lambda: MaskInfo.from_segments(Q_IDS).apply_kv_lengths(LENGTHS, q_len=1, sliding_window=-2),
+            "sliding_window is -2",
+        ),
+        (lambda: MaskInfo.from_cu_seqlens(np.array([0, 3, 5]), max_q_len=S), "cu_seqlens_q has 3 entries"),
         (lambda: MaskInfo.from_segments(Q_IDS).apply_sliding_window(1, mode="decode"), "needs index"),
         (lambda: MaskInfo.from_segments(Q_IDS).apply_sliding_window(1, mode="train"), "must be default"),
         (lambda: MaskInfo.from_segments(Q_IDS).apply_chunked(0), "at least 1"),
