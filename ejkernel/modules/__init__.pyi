@@ -1101,9 +1101,9 @@ def recurrent(
 
 @overload
 def ring_attention(
-    q: Float[Array, "batch q_len q_heads head_dim"],
-    k: Float[Array, "batch kv_len kv_heads head_dim"],
-    v: Float[Array, "batch kv_len kv_heads v_head_dim"],
+    q: Float[Array, "batch q_len q_heads head_dim"] | Float[Array, "q_tokens q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"] | Float[Array, "kv_tokens kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"] | Float[Array, "kv_tokens kv_heads v_head_dim"],
     bias: Float[Array, "#batch #q_heads #q_len #all_keys"]
     | Float[Array, "#q_heads #q_len #all_keys"]
     | Float[Array, "#q_len #all_keys"]
@@ -1140,15 +1140,17 @@ def ring_attention(
     config: ConfigLike | None = None,
 ) -> (
     Float[Array, "batch q_len q_heads v_head_dim"]
+    | Float[Array, "q_tokens q_heads v_head_dim"]
     | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Float[Array, "batch q_heads q_len"]]
+    | tuple[Float[Array, "q_tokens q_heads v_head_dim"], Float[Array, "q_heads q_tokens"]]
 ):
     """`ejkernel.lax.ring_attention`, with a choice of platform and mesh."""
 
 @overload
 def ring_attention(
-    q: Float[Array, "batch q_len q_heads head_dim"],
-    k: Float[Array, "batch kv_len kv_heads head_dim"],
-    v: Float[Array, "batch kv_len kv_heads v_head_dim"],
+    q: Float[Array, "batch q_len q_heads head_dim"] | Float[Array, "q_tokens q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"] | Float[Array, "kv_tokens kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"] | Float[Array, "kv_tokens kv_heads v_head_dim"],
     softmax_aux: Float[Array, " sinks"] | Float[Array, "heads sinks"] | None = None,
     bias: Float[Array, "#batch #q_heads #q_len #all_keys"]
     | Float[Array, "#q_heads #q_len #all_keys"]

@@ -1,8 +1,8 @@
 """Small calls of every operation that together use all its features. The tests in `transforms/` run each of them.
 
 `cases/<operation>.py` defines `CASES`, `FAMILIES` for the tests of precision, `PLAIN` and `FEATURES` for the tests of
-pairs of features, and `REFUSED` for arguments that the operation never accepts. A new operation needs only this file
-and its registration to be tested.
+pairs of features, and `TESTED_ELSEWHERE` for arguments that have tests of their own. A new operation needs only this
+file and its registration to be tested.
 """
 
 import functools
@@ -14,7 +14,7 @@ import pytest
 __path__ = pkgutil.extend_path(__path__, __name__)  # other packages may have such a folder of cases
 
 from ._case import Case, Operand
-from ._features import FILES, PLAIN, REFUSED, call_with, features_of, pairs, together
+from ._features import FILES, PLAIN, TESTED_ELSEWHERE, call_with, features_of, pairs, together
 from ._oracle import assert_close, curvature, curvature_by_reverse, gradient, jitted, oracle, pullback, tangent
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "FAMILIES",
     "FORWARD_ONLY",
     "PLAIN",
-    "REFUSED",
+    "TESTED_ELSEWHERE",
     "Case",
     "Operand",
     "assert_close",

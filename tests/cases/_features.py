@@ -16,7 +16,9 @@ FILES = [
     if not found.name.startswith("_")
 ]
 PLAIN: dict[str, Case] = {file.PLAIN.operation: file.PLAIN for file in FILES}
-REFUSED: dict[str, tuple[str, ...]] = {file.PLAIN.operation: getattr(file, "REFUSED", ()) for file in FILES}
+TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    file.PLAIN.operation: getattr(file, "TESTED_ELSEWHERE", ()) for file in FILES
+}
 FEATURES: dict[str, dict[str, Feature]] = {file.PLAIN.operation: file.FEATURES for file in FILES}
 
 

@@ -14,11 +14,21 @@ from ...ops.utils.devices import local_target
 from ...primitives.flash_attention import Operands
 from ...types import ConfigLike, CuSeqlens, DropoutKey, Scale, Sinks, Window, band
 from .._composed import composed, tell
-from ._arguments import array, axis_size, config_of, require_known, static_bool, vary_alike, window_pair
+from ._arguments import (
+    array,
+    axis_size,
+    config_of,
+    require_known,
+    size_or_none,
+    static_bool,
+    vary_alike,
+    window_pair,
+)
 from ._attention import attention_call, pairwise
 from ._ring import ring
 from ._ring_exchange import all_gather, no_pairs, one_device, ulysses, usp
 from ._ring_hop import Ring
+from ._ring_packed import unpacked
 from ._ring_strategy import STRATEGIES, Problem, choose, refusal
 from .flash_attention import FlashAttention
 from .ring_order import check_halves, check_layout
@@ -44,9 +54,9 @@ RowsOfMask: TypeAlias = (
 
 @composed
 def ring_attention(
-    q: Float[Array, "batch q_len q_heads head_dim"],
-    k: Float[Array, "batch kv_len kv_heads head_dim"],
-    v: Float[Array, "batch kv_len kv_heads v_head_dim"],
+    q: Float[Array, "batch q_len q_heads head_dim"] | Float[Array, "q_tokens q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"] | Float[Array, "kv_tokens kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"] | Float[Array, "kv_tokens kv_heads v_head_dim"],
     bias: RowsOfBias | None = None,
     mask: RowsOfMask | None = None,
     q_segment_ids: Integer[Array, "batch q_len"] | None = None,
@@ -73,7 +83,9 @@ def ring_attention(
     config: ConfigLike | None = None,
 ) -> (
     Float[Array, "batch q_len q_heads v_head_dim"]
+    | Float[Array, "q_tokens q_heads v_head_dim"]
     | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Float[Array, "batch q_heads q_len"]]
+    | tuple[Float[Array, "q_tokens q_heads v_head_dim"], Float[Array, "q_heads q_tokens"]]
 ):
     """Attention inside `jax.shard_map`, over a sequence that is sharded on a mesh axis (context parallelism).
 
@@ -117,8 +129,9 @@ def ring_attention(
         q_segment_ids: [B, S] integers of this device.
         kv_segment_ids: [B, K] integers of this device.
         sinks: [H] or [H, x] float logits, the same on each device; counted once.
-        cu_seqlens_q: not supported: give segment ids.
-        cu_seqlens_k: not supported.
+        cu_seqlens_q: [N + 1] integers, the same on each device: sequence n is the tokens of all devices, in order, from
+            entry n to entry n + 1. q, k and v are then [T, heads, features], o [T, H, V] and lse [H, T].
+        cu_seqlens_k: likewise for keys and values; with causal or a window it is to be cu_seqlens_q, the same array.
         dropout_key: a `jax.random.key`, the same on each device of the axis. The kept set is that of flash_attention on
             the whole sequence; heads and batches of other axes are as there.
         axis_name: the manual mesh axis, or axes, over which the sequence is sharded.
@@ -130,8 +143,8 @@ def ring_attention(
         softcap: as in flash_attention.
         softmax_scale: as in flash_attention.
         dropout_rate: as in flash_attention.
-        max_seqlen_q: not supported, as cu_seqlens.
-        max_seqlen_k: not supported.
+        max_seqlen_q: static bound of the lengths in cu_seqlens_q. Hops between tokens farther apart are not computed.
+        max_seqlen_k: likewise of cu_seqlens_k.
         return_lse: also return lse.
         deterministic: as in flash_attention.
         batch_invariant: as in flash_attention.
@@ -150,10 +163,15 @@ def ring_attention(
     """
     size = axis_size(NAME, axis_name)
     check_layout(NAME, layout)
-    _refuse_packed(
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    cuts = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    given = Operands(
+        q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, **cuts, dropout=dropout_key
     )
-    given = Operands(q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, dropout=dropout_key)
+    longest = _longest(packed, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    visible = band(static_bool(NAME, "causal", causal), window_pair(NAME, window))
+    if packed:
+        given, visible = unpacked(NAME, given, axis_name, size, layout, visible, longest)
     options = dict(
         softcap=softcap,
         dropout_rate=dropout_rate,
@@ -163,12 +181,13 @@ def ring_attention(
     )
     arrays, scale = _arrays(given, size, layout, dict(options, causal=causal, window=window))
     options |= dict(softmax_scale=scale, config=config_of(NAME, config, FlashAttention.config_class))
-    call = Ring(axis_name, size, layout, band(causal, window_pair(NAME, window)), options)
+    call = Ring(axis_name, size, layout, visible, options)
     chosen, reason = _strategy(strategy, call, arrays)
     tell(f"strategy {chosen}: {reason}")
-    is_empty = not math.prod(q.shape) or not math.prod(k.shape)
+    is_empty = not math.prod(given.q.shape) or not math.prod(given.k.shape)
     attention = no_pairs if is_empty else one_device if size == 1 else _STRATEGIES[chosen]
     o, lse = attention(call, vary_alike(arrays))
+    o, lse = (o[0], lse[0]) if packed else (o, lse)
     return (o, lse) if static_bool(NAME, "return_lse", return_lse) else o
 
 
@@ -202,11 +221,12 @@ def _ceilings() -> Ceilings | None:
     return None if jax.process_count() > 1 else known_ceilings(local_target().device_kind or "")
 
 
-def _refuse_packed(**given: Any) -> None:
-    for name, x in given.items():
-        if x is not None:
-            rule = "sequences that are packed are told apart by segment ids: give q_segment_ids and kv_segment_ids"
-            raise value_error(NAME, f"{name} is given, but a device sees a part of the tokens; {rule}")
+def _longest(packed: bool, **given: Any) -> int | None:
+    """The bound of the lengths of packed sequences."""
+    bounds = [size_or_none(NAME, name, x, least=0) for name, x in given.items() if x is not None]
+    if bounds and not packed:
+        raise value_error(NAME, "max_seqlen_q and max_seqlen_k are for packed sequences: give cu_seqlens_q and _k")
+    return min(bounds, default=None)
 
 
 def _arrays(given: Operands, size: int, layout: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
