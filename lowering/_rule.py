@@ -63,8 +63,9 @@ def body_of(
         list_candidates = lambda: candidates(primitive.name, spec, primitive.operands(types), target)
 
         def run(*arrays):
-            arrays = _opaque(arrays) if target.backend == Backend.CPU else arrays
-            positional, extra = primitive.arguments(dict(zip(names, arrays, strict=True)), results)
+            named = dict(zip(names, arrays, strict=True))
+            named = _opaque(primitive, named) if target.backend == Backend.CPU else named
+            positional, extra = primitive.arguments(named, results)
             label = labelled(primitive.name, entry.platform, used)
             with progress.tracing(entry, list_candidates), lowering_for(target), label, _widths(entry, target):
                 return list(entry.implementation(*positional, **extra, spec=spec, config=used))
@@ -78,13 +79,14 @@ def body_of(
     return body
 
 
-def _opaque(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays, of which XLA knows no values while it compiles.
+def _opaque(primitive: KernelPrimitive, named: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The operands, of which XLA knows no values while it compiles; not those that are written in place.
 
     Where XLA for CPUs knows that all elements of a factor are equal, as those of `jnp.ones`, the products in its YNN
-    fusions are wrong (seen on jax 0.11.2 and 0.12.0).
+    fusions are wrong (seen on jax 0.11.2 and 0.12.0). On jax 0.10.2 it would copy what is written in place.
     """
-    return jax.lax.optimization_barrier(list(arrays))
+    read = {name: x for name, x in named.items() if name not in primitive.in_place}
+    return {**named, **jax.lax.optimization_barrier(read)}
 
 
 def _widths(entry: KernelSpec, target: Target) -> AbstractContextManager:

@@ -91,6 +91,7 @@ class KernelPrimitive(NamedPrimitive):
         layout: how axes fold and split.
         results: the names of all results; a call may ask for fewer only if `like` pairs them with operands.
         like: result → the operand whose shape, dtype and sharding it has.
+        in_place: the operands whose buffers results take: those of `like`, but for their tangents and cotangents.
         sums: whether results without an axis that is split are sums over the devices.
         dtypes: (dtypes of the operands, spec) → dtypes of the results that are not in `like`.
         arguments: (arrays by name, results) → positional and keyword arguments of an implementation.
@@ -113,6 +114,7 @@ class KernelPrimitive(NamedPrimitive):
         self.table, self.layout = table, layout
         self.like, self.dtypes = dict(like or {}), dtypes
         self.arguments, self.operands = arguments, operands
+        self.in_place = frozenset() if linear else frozenset(self.like.values())
         self.sums = linear == COTANGENT
         PRIMITIVES[name] = self
         super().__init__(name, results, linear)
