@@ -93,7 +93,7 @@ def backward(
     latent, w_kc, w_vc = primals.kv_latent, primals.w_kc, primals.w_vc
     parts = {
         "kv_latent": lambda: _onto_latents(found["k"][..., :features], w_kc) + _onto_latents(found["v"], w_vc),
-        "k_rope": lambda: found["k"][..., features:].sum(2, dtype=_statistics_dtype(latent)),
+        "k_rope": lambda: found["k"][..., features:].sum(2, dtype=statistics_dtype(latent)),
         "w_kc": lambda: _onto_projection(latent, found["k"][..., :features], w_kc),
         "w_vc": lambda: _onto_projection(latent, found["v"], w_vc),
     }
@@ -199,7 +199,7 @@ def _expanded_tangent(x: Operands, dx: Operands) -> algorithm.Operands:
     dk, dv = moved(x.w_kc, dx.w_kc), moved(x.w_vc, dx.w_vc)
     if dk is not None or dx.k_rope is not None:
         (b, t, _), (h, features) = x.kv_latent.shape, x.w_kc.shape[2:]
-        dk = jnp.zeros((b, t, h, features), _statistics_dtype(x.q)) if dk is None else dk
+        dk = jnp.zeros((b, t, h, features), statistics_dtype(x.q)) if dk is None else dk
         dk = _with_rope(dk, jnp.zeros_like(x.k_rope) if dx.k_rope is None else dx.k_rope)
     return dx.attention(*(None if a is None else a.astype(x.q.dtype) for a in (dk, dv)))
 
@@ -233,14 +233,14 @@ def _without_hidden(x: Operands, visible: Array | None) -> Operands:
 
 def _projected(latent: Array, w: Array) -> Array:
     """Σ_c latent [b,t,c] · w [b?,c,h,n] -> [b,t,h,n]."""
-    axes, w = _named(w)
-    return _product(f"btc,{axes}->bthn", latent, w)
+    axes, w = named(w)
+    return product(f"btc,{axes}->bthn", latent, w)
 
 
 def _onto_latents(da: Array, w: Array) -> Array:
     """Σ_{h,n} da [b,t,h,n] · w [b?,c,h,n] -> [b,t,c]."""
-    axes, w = _named(w.astype(da.dtype))
-    return _product(f"bthn,{axes}->btc", da, w)
+    axes, w = named(w.astype(da.dtype))
+    return product(f"bthn,{axes}->btc", da, w)
 
 
 def _onto_projection(latent: Array, da: Array, w: Array) -> Array:
@@ -249,21 +249,21 @@ def _onto_projection(latent: Array, da: Array, w: Array) -> Array:
     da is the first factor, as in JAX's transpose of `_projected`. In the other order XLA sums some products
     sequentially on a CPU, with twice the error.
     """
-    axes, _ = _named(w)
+    axes, _ = named(w)
     transposed = axes.replace("c", "") + "c"
-    dw = _product(f"bthn,btc->{transposed}", da, latent.astype(da.dtype))
+    dw = product(f"bthn,btc->{transposed}", da, latent.astype(da.dtype))
     return jnp.moveaxis(dw, -1, -3).reshape(w.shape)
 
 
-def _named(w: Array) -> tuple[str, Array]:
+def named(w: Array) -> tuple[str, Array]:
     """The axes of a projection and the projection, without the batch axis if the batch shares it."""
     return ("chn", w[0]) if w.shape[0] == 1 else ("bchn", w)
 
 
-def _product(axes: str, x: Array, y: Array) -> Array:
+def product(axes: str, x: Array, y: Array) -> Array:
     """The product of x and y along the named axes in the dtype of statistics, at full float32 precision."""
-    return jnp.einsum(axes, x, y, precision="highest", preferred_element_type=_statistics_dtype(x))
+    return jnp.einsum(axes, x, y, precision="highest", preferred_element_type=statistics_dtype(x))
 
 
-def _statistics_dtype(x: Array) -> Any:
+def statistics_dtype(x: Array) -> Any:
     return np.promote_types(x.dtype, np.float32)

@@ -44,6 +44,16 @@ CASES = (
         causal=True,
         dropout_rate=0.3,
     ),
+    case("few_queries", dict(s=1, t=16), return_lse=True),
+    case(
+        "few_queries_mask_sinks",
+        dict(s=2, t=16, n=2),
+        dict(mask=Operand("b h s t", flash.chance(0.7)), sinks="h n"),
+        causal=True,
+        window=(9, 0),
+        softcap=2.0,
+        return_lse=True,
+    ),
 )
 
 
@@ -60,10 +70,18 @@ def family(name, sizes=(), **values):
     return case(name, sizes, operands, causal=True, return_lse=True)
 
 
+# As many queries as keys are taken with the keys and values of all heads, fewer are absorbed.
+EXPANDED = dict(s=40)
+LARGE = dict(q=lambda rng, shape: 30 * rng.standard_normal(shape))
+PEAKS = dict(q=flash.peaks, kv_latent=flash.peaks)
+
 FAMILIES = (
-    family("normal"),
-    family("large_logits", q=lambda rng, shape: 30 * rng.standard_normal(shape)),
-    family("one_hot_peaks", q=flash.peaks, kv_latent=flash.peaks),
+    family("normal", EXPANDED),
+    family("large_logits", EXPANDED, **LARGE),
+    family("one_hot_peaks", EXPANDED, **PEAKS),
+    family("few_queries"),
+    family("few_queries_large_logits", **LARGE),
+    family("few_queries_one_hot_peaks", **PEAKS),
     family("long_uniform_rows", dict(s=8, t=512), q=lambda rng, shape: 1e-3 * rng.standard_normal(shape)),
 )
 

@@ -1,7 +1,8 @@
 """flash_mla in plain JAX: flash_attention of the keys and values of all heads, expanded from the latents.
 
-The mathematics is in `_flash_mla`. The gradients of keys and values are in the dtype of statistics here, so that those
-of the latents and projections, which sum them over heads and positions, are rounded only once.
+The mathematics is in `_flash_mla`, and in `_absorbed_mla` for the forward of few queries, which attend to the latents.
+The gradients of keys and values are in the dtype of statistics here, so that those of the latents and projections,
+which sum them over heads and positions, are rounded only once.
 """
 
 from dataclasses import replace
@@ -15,7 +16,8 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Outputs
 from ejkernel.primitives.flash_mla import Operands
 from ejkernel.types import KernelConfig, Target
 
-from .._flash_mla import backward, expanded, forward, tangent
+from .. import _absorbed_mla as absorbed
+from .. import _flash_mla as expanded
 from .._registry import Backend, Platform, configured_by, kernel_registry, supported_if
 from . import _attention as attention
 from . import _tiles as tiles
@@ -40,7 +42,7 @@ def space(spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[
 
 def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
     """The formula of flash_attention with the expanded keys and values."""
-    return flash.reference(*expanded(Operands(*operands)), spec=spec)
+    return flash.reference(*expanded.expanded(Operands(*operands)), spec=spec)
 
 
 @kernel_registry.register("flash_mla", Platform.XLA, Backend.ANY)
@@ -54,7 +56,8 @@ def flash_mla(
     if spec.batch_invariant:
         alone = partial(flash_mla, spec=replace(spec, batch_invariant=False), config=config)
         return Outputs(*one_by_one(lambda x: alone(*x), operands, operands.q.shape[0]))
-    return forward(flash.flash_attention, operands, spec, config)
+    of = absorbed if absorbed.absorbs(operands, spec) else expanded
+    return of.forward(flash.flash_attention, operands, spec, config)
 
 
 @kernel_registry.register("flash_mla_jvp", Platform.XLA, Backend.ANY)
@@ -72,7 +75,7 @@ def flash_mla_jvp(
     if spec.batch_invariant:
         alone = partial(flash_mla_jvp, spec=replace(spec, batch_invariant=False), config=config)
         return Outputs(*one_by_one(lambda x: alone(*x), (primals, outputs, tangents), primals.q.shape[0]))
-    return tangent(flash.flash_attention_jvp, primals, outputs, tangents, spec, config)
+    return expanded.tangent(flash.flash_attention_jvp, primals, outputs, tangents, spec, config)
 
 
 @kernel_registry.register("flash_mla_bwd", Platform.XLA, Backend.ANY)
@@ -93,7 +96,7 @@ def flash_mla_bwd(
         batch = primals.q.shape[0]
         summed = [n for n, name in enumerate(wrt) if getattr(primals, name).shape[0] < batch]
         return tuple(one_by_one(lambda x: alone(*x), (primals, outputs, cotangents), batch, summed))
-    return backward(_attention_backward, primals, outputs, cotangents, wrt, spec, config)
+    return expanded.backward(_attention_backward, primals, outputs, cotangents, wrt, spec, config)
 
 
 def _attention_backward(

@@ -57,8 +57,10 @@ def flash_mla_arguments(
         s_ij = softmax_scale · q_i·k_j + bias_ij,   then softcap · tanh(s_ij / softcap),   then −∞ where masked
         lse_i = log(Σ_j exp s_ij + Σ_n exp sinks_n),   o_i = Σ_j exp(s_ij − lse_i) · keep_ij/(1 − dropout_rate) · v_j
 
-    Keys and values are rounded to the dtype of q. Differentiable in q, kv_latent, k_rope, w_kc, w_vc, bias, sinks and a
-    traced softmax_scale, through o and lse, to any order. `multi_latent_page_attention` decodes over pages of latents.
+    Keys and values are rounded to the dtype of q. Where it costs less, as with few queries, a forward in XLA projects
+    these in place of keys and values, to q w_kcᵀ and from o_latent to o_latent w_vc, and reads a latent once for all
+    heads. Differentiable in q, kv_latent, k_rope, w_kc, w_vc, bias, sinks and a traced softmax_scale, through o and
+    lse, to any order. `multi_latent_page_attention` decodes over pages of latents.
 
     Args:
         q: queries [B, S, H, Dn + Dr], first the features without rotary embedding, then those with it.
@@ -146,7 +148,7 @@ def _check_arrays(q, kv_latent, k_rope, w_kc, w_vc) -> None:
 
 
 class FlashMLA(FlashAttention):
-    """Multi-head latent attention with expanded keys and values: `ejkernel.lax.flash_mla` as a kernel object."""
+    """Multi-head latent attention over latents or expanded keys and values: `ejkernel.lax.flash_mla` as an object."""
 
     algorithm = algorithm
     prepare_arguments = staticmethod(flash_mla_arguments)
@@ -165,6 +167,7 @@ class FlashMLA(FlashAttention):
         """The flops of flash_attention on expanded keys and values, and 2 for each latent and number of a projection.
 
         Keys and values are expanded once in every pass, and again for each tangent or gradient of latents and weights.
+        A forward has those of attention to latents, and of projections of queries and results, if these are fewer.
         """
         if not named.keys().isdisjoint(("mask", "q_segment_ids")):
             return None
@@ -176,4 +179,7 @@ class FlashMLA(FlashAttention):
         pairs = visible_pairs(length, kv_len, spec.causal, spec.window)
         features = d + e * ("o" in results) + d * (of_q + of_k) + e * (of_q or of_k) + e * of_v
         projected = n * (1 + of_latent + of_w_kc) + e * (1 + of_latent + of_w_vc)
-        return 2.0 * batch * heads * (pairs * features + kv_len * latent * projected)
+        flops = pairs * features + kv_len * latent * projected
+        if "o" in results:
+            flops = min(flops, pairs * (d - n + 2 * latent) + length * latent * projected)
+        return 2.0 * batch * heads * flops
