@@ -118,7 +118,7 @@ def test_several_processes_choose_by_the_same_rates(monkeypatch):
     """What each has measured may differ, and with it the strategy, whose collectives would wait for each other."""
     measured = Ceilings("slow", copy=4e12, matmul={"bfloat16": 1e12, "float32": 1e12}, jax="")
     monkeypatch.setattr("ejkernel.modules.operations.ring_attention.known_ceilings", lambda kind: measured)
-    q, k = (jax.ShapeDtypeStruct((1, 2048, heads, 128), jnp.bfloat16) for heads in (8, 8))
+    q, k = (jax.ShapeDtypeStruct((1, 4 * 4096, heads, 128), jnp.bfloat16) for heads in (8, 8))
     chosen = []
 
     def call(q, k):

@@ -15,6 +15,8 @@ STRATEGIES = ("ring", "all_gather", "ulysses", "usp")
 _PRODUCTS = 680e12
 _SENT, _COPY_PER_SENT = 365e9, 12.0
 _START = 99e-6
+# Keys of a call from which on its launch leaves multiprocessors to the collectives beside it.
+_KEYS_OF_OVERLAP = 4096
 
 
 class Problem(NamedTuple):
@@ -84,26 +86,33 @@ def choose(problem: Problem, ceilings: Ceilings | None = None) -> tuple[str, str
 
 
 class Hop(NamedTuple):
-    """The seconds of computing and of sending in a hop of a ring, and how many hops send: all but the first."""
+    """The seconds of computing and of sending in a hop of a ring, and how many hops send: all but the first.
+
+    `overlaps` tells whether the next keys are sent while a hop computes.
+    """
 
     computed: float
     sent: float
     count: int
+    overlaps: bool
 
     @property
     def seconds_of_ring(self) -> float:
-        """The first hop, which only computes, and the others, which take the longer of computing and sending."""
-        return self.computed + self.count * max(self.computed, self.sent)
+        """The first hop, which only computes, and the others, in which keys arrive while the one before computes."""
+        both = max(self.computed, self.sent) if self.overlaps else self.computed + self.sent
+        return self.computed + self.count * both
 
 
 def seconds(problem: Problem, ceilings: Ceilings | None = None) -> dict[str, float]:
     """The modelled seconds of the forward by each strategy, whether or not it supports the call.
 
-    In a ring the first hop only computes, and each other hop takes the longer of computing and sending. all_gather and
-    ulysses send first and then compute, and usp exchanges first and then is a ring over fewer devices. Products run at
-    the measured matrix rate of the device, and data are sent at a twelfth of the measured rate of copies, the ratio of
-    two H200; without measurements, at the rates of an H200. Each collective takes 99 µs to start: there are two, for k
-    and v, in a ring for each hop, and with ulysses and usp two more, for q and o.
+    In a ring the first hop only computes, and each other hop takes the longer of computing and sending, or their sum if
+    its calls are of less than 4096 keys, whose launches leave no multiprocessor to the sends: so a ring of 2 × 16k
+    tokens over four H200 took 2.8 ms, not 1.9. all_gather and ulysses send first and then compute, and usp exchanges
+    first and then is a ring over fewer devices. Products run at the measured matrix rate of the device, and data are
+    sent at a twelfth of the measured rate of copies, the ratio of two H200; without measurements, at the rates of an
+    H200. Each collective takes 99 µs to start: there are two, for k and v, in a ring for each hop, and with ulysses and
+    usp two more, for q and o.
     """
     hop, sent, across = _hop(problem, ceilings), bytes_sent(problem), _hop(_across(problem), ceilings)
     once = lambda strategy, starts: starts * _START + problem.batch * sent[strategy] / _sent_a_second(ceilings)
@@ -126,11 +135,14 @@ def _across(problem: Problem) -> Problem:
 def _hop(problem: Problem, ceilings: Ceilings | None) -> Hop:
     """The model of a hop, which has an equal share of all visible pairs."""
     (q_len, heads, dim), kv_len, size = problem.q_shape, problem.k_shape[0], problem.size
-    count = len(list(hops(q_len, kv_len, size, problem.layout, problem.band))) - 1
+    first, *others = hops(q_len, kv_len, size, problem.layout, problem.band)
+    parts = [part for _, of_devices in (first, *others) for of_device in of_devices for part in of_device]
+    overlaps = min((part.k_end - part.k_begin for part in parts), default=0) >= _KEYS_OF_OVERLAP
+    count = len(others)
     pairs = visible_pairs(size * q_len, size * kv_len, False, problem.band) / size
     computed = 2.0 * problem.batch * heads * (dim + problem.v_head_dim) * pairs / _products_a_second(problem, ceilings)
     keys = problem.batch * bytes_sent(problem)["ring"] / max(1, size - 1)
-    return Hop(computed / (count + 1), 2 * _START + keys / _sent_a_second(ceilings), count)
+    return Hop(computed / (count + 1), 2 * _START + keys / _sent_a_second(ceilings), count, overlaps)
 
 
 def bytes_sent(problem: Problem) -> dict[str, int]:
