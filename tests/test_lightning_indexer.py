@@ -96,6 +96,16 @@ def test_invisible_keys_may_be_nan():
     np.testing.assert_array_equal(call(**x | with_nan), call(**x))
 
 
+def test_visible_keys_without_a_score_come_last():
+    """Those with a score of NaN, or of −∞ by overflow, are listed all the same; keys that are not visible are not."""
+    keys = jnp.arange(16.0).at[jnp.array([2, 5])].set(jnp.array([jnp.nan, 1e38]))[:, None]
+    one = dict(context_lens=jnp.array([10]), block_tables=jnp.array([[0]]), query_start_loc=jnp.array([0, 1]))
+    found = lax.lightning_indexer(
+        jnp.ones((1, 1, 1)), jnp.full((1, 1), -1e3), keys[None], **one, num_seqs=jnp.array([1]), top_k=12
+    )
+    np.testing.assert_array_equal(found, [[0, 1, 3, 4, 6, 7, 8, 9, 2, 5, -1, -1]])
+
+
 def test_attention_over_all_keys_is_dense():
     """Lists that are long enough contain every key; shorter ones the best."""
     x, of_indexer = step(), indexed()

@@ -48,7 +48,8 @@ class Indexed(NamedTuple):
 def best_keys(x: Indexed, count: int) -> Array:
     """The positions int32 [t,count] of the keys with the highest scores, the highest first, then the earlier.
 
-    They are −1 where a token sees fewer keys, and for tokens of no sequence. All arrays vary over the same manual axes.
+    They are −1 where a token sees fewer keys, and for tokens of no sequence. Keys that are visible but whose score is
+    NaN or −∞ come last. All arrays vary over the same manual axes.
     """
     (tokens, _, _), (_, size, _), (sequences, columns) = x.q.shape, x.pages.shape, x.block_tables.shape
     unknown = is_symbolic_dim(tokens) or is_symbolic_dim(sequences)
@@ -61,6 +62,7 @@ def best_keys(x: Indexed, count: int) -> Array:
     queries = ragged_queries(x, jnp.zeros((tokens, 0)), size, CacheSpec())
     keys = max(1, KEYS_AT_ONCE // size) * size
     tiles = -(-columns * size // keys)
+    lowest = np.finfo(statistics_dtype(x.q.dtype)).min
     like_q = partial(jnp.full_like, x.q)  # so that it varies over the same manual axes as the carry of a loop
 
     def block(found: Array, request: Array, token: Array, length: Array) -> tuple[Array, Any]:
@@ -75,6 +77,7 @@ def best_keys(x: Indexed, count: int) -> Array:
             position = n * keys + jnp.arange(keys, dtype=jnp.int32)
             is_visible = visible(of_tokens, jnp.broadcast_to(position, (at.size, keys)))
             score = _scores(q, weights, _keys_of(x, request, position))
+            score = jnp.where(score > lowest, score, lowest)  # also for NaN
             return scores.at[n].set(jnp.where(is_visible.reshape(score.shape), score, -jnp.inf))
 
         nothing = like_q(-np.inf, statistics_dtype(x.q.dtype), (tiles, *at.shape, keys))
