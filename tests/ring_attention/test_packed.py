@@ -23,6 +23,7 @@ each_call = pytest.mark.parametrize(
         (3, "zigzag", dict(strategy="ring", causal=True, window=(4, None))),
         (3, "striped", dict(strategy="ring")),
         (4, "contiguous", dict(strategy="all_gather", causal=True, softcap=5.0)),
+        (3, "striped", dict(strategy="all_gather", max_seqlen_k=20)),
         (2, "zigzag", dict(strategy="ulysses", causal=True)),
         (4, "contiguous", dict(strategy="ring", causal=True, max_seqlen_q=T)),
     ],

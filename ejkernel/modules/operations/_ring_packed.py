@@ -19,7 +19,8 @@ def unpacked(
     """The call with q, k and v [1, T, heads, features], segment ids for cu_seqlens, and a band.
 
     With equal cu_seqlens, query i is aligned with key i, in its sequence as in the whole. Others align the last tokens
-    of each sequence, which no band of the whole does. `longest` bounds the lengths, and so how far a query sees.
+    of each sequence, which no band of the whole does. `longest` bounds the lengths, and so how far a query sees; where
+    the tokens of a device are striped over the whole, that leaves out no hop.
     """
     cuts = dict(cu_seqlens_q=given.cu_seqlens_q, cu_seqlens_k=given.cu_seqlens_k)
     if any(x is None for x in cuts.values()):
@@ -36,7 +37,7 @@ def unpacked(
     if band != (None, None) and not aligned:
         rule = "with causal or a window, q and k must have as many tokens, and cu_seqlens_q be cu_seqlens_k, one array"
         raise value_error(operation, f"sequences are aligned by their last tokens; {rule}", **shards, **cuts)
-    if aligned and longest is not None:
+    if aligned and longest is not None and layout != "striped":
         band = tuple(longest - 1 if bound is None else min(bound, longest - 1) for bound in band)
     q, k = (
         _ids(operation, name, shards[name], int32(x), axis_name, size, layout)

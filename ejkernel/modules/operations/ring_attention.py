@@ -111,9 +111,9 @@ def ring_attention(
     across, of fewer hops. The heads must be multiples of the devices within; the layout, over the devices of both axes,
     is zigzag or contiguous.
     "auto": the strategy whose forward takes the least time by a model, in which a hop takes the longer of computing and
-    sending, and each collective has a latency. The rates are those that `ejkernel.callib` measured on this device, or
-    those of an H200, so that several processes agree. `ejkernel.explain`, called inside the same `shard_map`, says
-    which and why.
+    sending, or their sum if its calls are short, and each collective has a latency. The rates are those that
+    `ejkernel.callib` measured on this device, or those of an H200, so that several processes agree. `ejkernel.explain`,
+    called inside the same `shard_map`, says which and why.
 
     Under `jax.checkpoint` the policy `jax.checkpoint_policies.save_only_these_names("ring_attention_o",
     "ring_attention_lse")` saves o and lse of the whole ring, so that the forward is not run again; so does
@@ -143,7 +143,8 @@ def ring_attention(
         softcap: as in flash_attention.
         softmax_scale: as in flash_attention.
         dropout_rate: as in flash_attention.
-        max_seqlen_q: static bound of the lengths in cu_seqlens_q. Hops between tokens farther apart are not computed.
+        max_seqlen_q: static bound of the lengths in cu_seqlens_q. Hops between tokens farther apart are not computed;
+            in striped there are none.
         max_seqlen_k: likewise of cu_seqlens_k.
         return_lse: also return lse.
         deterministic: as in flash_attention.
