@@ -19,6 +19,7 @@ from .merge_attention_shards import merge_attention_shards
 from .multi_latent_page_attention import multi_latent_page_attention
 from .native_sparse_attention import native_sparse_attention
 from .native_sparse_blocks import native_sparse_blocks
+from .native_sparse_decode_attention import native_sparse_decode_attention
 from .page_attention import page_attention
 from .page_plan import page_plan
 from .quantized_matmul import quantized_matmul
@@ -51,6 +52,7 @@ __all__ = [
     "multi_latent_page_attention",
     "native_sparse_attention",
     "native_sparse_blocks",
+    "native_sparse_decode_attention",
     "page_attention",
     "page_plan",
     "quantized_matmul",

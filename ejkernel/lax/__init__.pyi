@@ -273,6 +273,30 @@ def native_sparse_blocks(
 ) -> Int32[Array, "batch q_len kv_heads block_counts"]:
     """The blocks of keys that each query attends to in native sparse attention: its own, the first, and the best."""
 
+def native_sparse_decode_attention(
+    q: Float[Array, "batch q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"],
+    sequence_end: Integer[Array, " batch"],
+    k_cmp: Float[Array, "batch kv_blocks kv_heads head_dim"] | None = None,
+    v_cmp: Float[Array, "batch kv_blocks kv_heads v_head_dim"] | None = None,
+    g_cmp: Float[Array, "batch q_heads"] | None = None,
+    g_slc: Float[Array, "batch q_heads"] | None = None,
+    g_swa: Float[Array, "batch q_heads"] | None = None,
+    block_indices: Integer[Array, "batch kv_heads blocks"] | None = None,
+    *,
+    block_counts: int = 16,
+    block_size: int = 64,
+    window: Window | None = None,
+    softmax_scale: float | None = None,
+    return_block_indices: bool = False,
+    config: ConfigLike | None = None,
+) -> (
+    Float[Array, "batch q_heads v_head_dim"]
+    | tuple[Float[Array, "batch q_heads v_head_dim"], Int32[Array, "batch kv_heads blocks"]]
+):
+    """A step of decoding with native sparse attention: one query of each sequence over a cache with means of blocks."""
+
 def page_attention(
     q: Float[Array, "sequences q_heads head_dim"],
     k_pages: Float[Array, "pages page_size kv_heads head_dim"] | Int8[Array, "pages page_size kv_heads head_dim"],

@@ -43,6 +43,7 @@ from .operations.merge_attention_shards import merge_attention_shards
 from .operations.multi_latent_page_attention import MultiLatentPageAttention
 from .operations.native_sparse_attention import NativeSparseAttention
 from .operations.native_sparse_blocks import NativeSparseBlocks
+from .operations.native_sparse_decode_attention import NativeSparseDecodeAttention
 from .operations.page_attention import PageAttention
 from .operations.page_plan import page_plan
 from .operations.quantized_matmul import QuantizedMatmul
@@ -69,6 +70,7 @@ mean_pooling = _either(_function(MeanPooling))
 multi_latent_page_attention = _function(MultiLatentPageAttention)
 native_sparse_attention = _function(NativeSparseAttention)
 native_sparse_blocks = _function(NativeSparseBlocks)
+native_sparse_decode_attention = _function(NativeSparseDecodeAttention)
 page_attention = _function(PageAttention)
 quantized_matmul = _either(_function(QuantizedMatmul))
 ragged_decode_attention = _either(_function(RaggedDecodeAttention))
@@ -110,6 +112,7 @@ __all__ = [
     "MultiLatentPageAttention",
     "NativeSparseAttention",
     "NativeSparseBlocks",
+    "NativeSparseDecodeAttention",
     "PageAttention",
     "QuantizedMatmul",
     "RaggedDecodeAttention",
@@ -143,6 +146,7 @@ __all__ = [
     "multi_latent_ragged_page_attention_v2",
     "native_sparse_attention",
     "native_sparse_blocks",
+    "native_sparse_decode_attention",
     "page_attention",
     "page_plan",
     "quantized_matmul",

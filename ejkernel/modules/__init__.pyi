@@ -45,6 +45,7 @@ from .operations.merge_attention_shards import merge_attention_shards as merge_a
 from .operations.multi_latent_page_attention import MultiLatentPageAttention as MultiLatentPageAttention
 from .operations.native_sparse_attention import NativeSparseAttention as NativeSparseAttention
 from .operations.native_sparse_blocks import NativeSparseBlocks as NativeSparseBlocks
+from .operations.native_sparse_decode_attention import NativeSparseDecodeAttention as NativeSparseDecodeAttention
 from .operations.page_attention import PageAttention as PageAttention
 from .operations.page_plan import page_plan as page_plan
 from .operations.quantized_matmul import QuantizedMatmul as QuantizedMatmul
@@ -598,6 +599,34 @@ def native_sparse_blocks(
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
 ) -> Int32[Array, "batch q_len kv_heads block_counts"]:
     """`ejkernel.lax.native_sparse_blocks`, with a choice of platform and mesh."""
+
+def native_sparse_decode_attention(
+    q: Float[Array, "batch q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"],
+    sequence_end: Integer[Array, " batch"],
+    k_cmp: Float[Array, "batch kv_blocks kv_heads head_dim"] | None = None,
+    v_cmp: Float[Array, "batch kv_blocks kv_heads v_head_dim"] | None = None,
+    g_cmp: Float[Array, "batch q_heads"] | None = None,
+    g_slc: Float[Array, "batch q_heads"] | None = None,
+    g_swa: Float[Array, "batch q_heads"] | None = None,
+    block_indices: Integer[Array, "batch kv_heads blocks"] | None = None,
+    *,
+    block_counts: int = 16,
+    block_size: int = 64,
+    sliding_window: Window | None = None,
+    softmax_scale: float | None = None,
+    return_block_indices: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch q_heads v_head_dim"]
+    | tuple[Float[Array, "batch q_heads v_head_dim"], Int32[Array, "batch kv_heads blocks"]]
+):
+    """`ejkernel.lax.native_sparse_decode_attention`, with a choice of platform and mesh."""
 
 def page_attention(
     q: Float[Array, "sequences q_heads head_dim"],

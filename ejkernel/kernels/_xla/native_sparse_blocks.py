@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from ejkernel.primitives.native_sparse_blocks import NativeSparseBlocksSpec, Operands, Outputs
 from ejkernel.types import KernelConfig, Target
+from ejkernel.xla_utils.block_choice import chosen_blocks
 from ejkernel.xla_utils.sequence_blocks import ended_blocks, places
 
 from .._registry import Backend, Platform, configured_by, kernel_registry
@@ -64,25 +65,10 @@ def _blocks(q: Array, k: Array, cu_seqlens: Array | None, *, count: int, spec: N
     before = jnp.zeros((s,), jnp.int32)
     if cu_seqlens is not None:
         before = ended_blocks(cu_seqlens, t, block).before[place.sequence]
-    dtype, slot = means.dtype, jnp.arange(means.shape[0], dtype=jnp.int32)[None]
+    choice = dict(count=count, block_size=block, softmax_scale=spec.softmax_scale)
 
     def chunk(_, q, before, stop):
-        x = slot - before[:, None]  # [c, slots]: the blocks as numbers in the sequence of each query
-        ended = (x >= 0) & (x < (stop // block)[:, None])
-        alive = ended.any(1)[:, None, None, None]
-        logits = jnp.einsum("cgrd,xgd->cgrx", jnp.where(alive, q, 0).astype(dtype), means, precision="highest")
-        logits = jnp.where(ended[:, None, None], spec.softmax_scale * logits, -jnp.inf)
-        top = jnp.maximum(logits.max(-1, keepdims=True, initial=-jnp.inf), jnp.finfo(dtype).min)
-        weights = jnp.exp(logits - top)
-        total = weights.sum(-1, keepdims=True)
-        score = (weights / jnp.where(total == 0, 1, total)).sum(2)
-        own = ((stop - 1) // block)[:, None]
-        score = jnp.where((ended & (x > 0) & (x < own))[:, None], score, -jnp.inf)
-        score = jnp.pad(score, ((0, 0), (0, 0), (0, count)), constant_values=-jnp.inf)
-        best, at = lax.top_k(score, count)
-        others = jnp.where(best >= 0, at - before[:, None, None], -1)
-        own = jnp.broadcast_to(jnp.where(stop > 0, own[:, 0], -1)[:, None, None], (*score.shape[:2], 1))
-        return _, jnp.concatenate([own, jnp.where(own > 0, 0, -1), others], axis=-1)[..., :count]
+        return _, chosen_blocks(q, means, before, stop, **choice)
 
     return in_chunks(chunk, (), (q.reshape(s, g, h // g, d), before, place.stop), size)[1].astype(jnp.int32)
 

@@ -61,6 +61,17 @@ def size_of(operation: str, name: str, x: Any) -> int:
     return found
 
 
+def gates_of(operation: str, q: Any, **given: Any) -> dict[str, Any]:
+    """The given gates, which must be a number for each query and head; None for those that are not given."""
+    gates = {name: None if x is None else array(operation, name, x) for name, x in given.items()}
+    for name, x in gates.items():
+        require_dtype(operation, np.floating, "a float type", **{name: x})
+        if x is not None and x.shape != q.shape[:-1]:
+            rule = f"{name} must be {list(q.shape[:-1])}, a number for each query and head"
+            raise value_error(operation, rule, q=q, **{name: x})
+    return gates
+
+
 # --- The compressed branch -------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from ...types import CuSeqlens, Scale, Window
 from ...xla_utils.sequence_blocks import places
 from .._operation import Operation, Prepared, platform_of_call
 from ._arguments import align, array, int32, require_dtype, require_known, static_bool, static_scale, window_pair
-from ._native_sparse import check_heads, compressed, cuts_of, size_of
+from ._native_sparse import check_heads, compressed, cuts_of, gates_of, size_of
 from .flash_attention import FlashAttention
 from .native_sparse_blocks import NativeSparseBlocks, uneven_cuts
 
@@ -92,7 +92,7 @@ def native_sparse_attention_arguments(
     q, k, v = array(NAME, "q", q), array(NAME, "k", k), array(NAME, "v", v)
     check_heads(NAME, q=q, k=k)
     _check_values(q, k, v)
-    gates = _gates(q, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
+    gates = gates_of(NAME, q, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
     window = None if window is None else window_pair(NAME, window)
     if window is None and g_swa is not None:
         raise value_error(NAME, "g_swa is given without a window; it is the gate of that branch", g_swa=g_swa)
@@ -128,16 +128,6 @@ def _check_values(q: Any, k: Any, v: Any) -> None:
     if v.dtype != q.dtype or len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
         rule = f"v must be {q.dtype} of {list(k.shape[:3])} and features, as k is"
         raise value_error(NAME, rule, q=q, k=k, v=v)
-
-
-def _gates(q: Any, **given: Any) -> dict[str, Any]:
-    gates = {name: None if x is None else array(NAME, name, x) for name, x in given.items()}
-    for name, x in gates.items():
-        require_dtype(NAME, np.floating, "a float type", **{name: x})
-        if x is not None and x.shape != q.shape[:3]:
-            rule = f"{name} must be {list(q.shape[:3])}, a number for each query and head"
-            raise value_error(NAME, rule, q=q, **{name: x})
-    return gates
 
 
 def _lists(x: Any, q: Any, k: Any) -> Any:
@@ -186,7 +176,7 @@ def _inside(q: Any, k: Any, cuts: Any) -> Any:
     return (places(None if cuts is None else cuts[0], q.shape[1], k.shape[1]).stop > 0)[None, :, None]
 
 
-# --- The other branches, and their sum -------------------------------------------------------------------------------
+# --- The other branches, and their sum --------------------------------------------------------------------------------
 
 
 def _run(executor: Executor, operation: type[Operation], *args: Any, **options: Any) -> Any:

@@ -1,0 +1,44 @@
+"""The choice of blocks of keys in native sparse attention, by the weights of their means."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def chosen_blocks(
+    q: Array, means: Array, before: Array, stop: Array, *, count: int, block_size: int, softmax_scale: float
+) -> Array:
+    """The blocks of each query [c, g, count]: its own, the first, and of those between the ones of the highest scores.
+
+        p_ihx = exp(scale · q_ih·c_x) / Σ_x' exp(scale · q_ih·c_x')        score_ix = Σ_h p_ihx
+
+    over the blocks x that end at or before query i, and over the heads h of a group. Of equal scores the earlier block
+    is first; lists that are not full end with −1.
+
+    Args:
+        q: queries [c, g, r, d].
+        means: the mean keys [blocks, g, d], in the dtype of the scores; those of no query's blocks may be NaN.
+        before: [c] int32, the place in `means` of the first block of each query's sequence.
+        stop: [c] int32, the number of keys that each query sees, of which its own is the last; 0 if it sees none.
+        count: blocks of a list.
+        block_size: keys of a block.
+        softmax_scale: the scale of q·c.
+    """
+    dtype = means.dtype
+    slot = jnp.arange(means.shape[0], dtype=jnp.int32)[None]
+    x = slot - before[:, None]  # [c, blocks]: the blocks as numbers in the sequence of each query
+    ended = (x >= 0) & (x < (stop // block_size)[:, None])
+    means = jnp.where(ended.any(0)[:, None, None], means, 0)
+    alive = ended.any(1)[:, None, None, None]
+    logits = jnp.einsum("cgrd,xgd->cgrx", jnp.where(alive, q, 0).astype(dtype), means, precision="highest")
+    logits = jnp.where(ended[:, None, None], softmax_scale * logits, -jnp.inf)
+    top = jnp.maximum(logits.max(-1, keepdims=True, initial=-jnp.inf), jnp.finfo(dtype).min)
+    weights = jnp.exp(logits - top)
+    total = weights.sum(-1, keepdims=True)
+    score = (weights / jnp.where(total == 0, 1, total)).sum(2)
+    own = ((stop - 1) // block_size)[:, None]
+    score = jnp.where((ended & (x > 0) & (x < own))[:, None], score, -jnp.inf)
+    score = jnp.pad(score, ((0, 0), (0, 0), (0, count)), constant_values=-jnp.inf)
+    best, at = lax.top_k(score, count)
+    others = jnp.where(best >= 0, at - before[:, None, None], -1)
+    own = jnp.broadcast_to(jnp.where(stop > 0, own[:, 0], -1)[:, None, None], (*score.shape[:2], 1))
+    return jnp.concatenate([own, jnp.where(own > 0, 0, -1), others], axis=-1)[..., :count]
