@@ -129,6 +129,16 @@ def test_operands_may_be_trees_and_given_by_name():
     same((da, dshift), (jnp.broadcast_to(B.sum(1), (3, 4)), jnp.full(5, 3.0)))
 
 
+@pytest.mark.parametrize(
+    "derivative", (jax.grad, lambda f: jax.grad(jax.grad(f)), lambda f: lambda x: jax.vjp(f, x)[0])
+)
+def test_an_operand_may_be_a_number_of_python(derivative):
+    """Of which JAX makes no array before it is differentiated."""
+    of = lambda f: derivative(lambda scale: f(scale)["product"].sum())
+    found = of(lambda scale: executor(Product(), A, B, scale=scale))(3.0)
+    same(found, of(lambda scale: plain(A, B, scale=scale))(3.0))
+
+
 def test_one_and_one_point_zero_are_different_calls():
     class Doubled(Product):
         def run(self, a, *, cfg, by):
