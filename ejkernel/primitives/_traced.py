@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
+from ..errors import type_error
 from ._factory import COTANGENT, TANGENT, NamedPrimitive
 
 Level = tuple[tuple[str, int | None], ...]
@@ -61,7 +62,13 @@ class TracedPrimitive(NamedPrimitive):
     def _abstract_eval(self, *avals, operands, results, spec, config, chooser):
         # Traced rather than computed from shapes: results have the shardings and manual axes that JAX gives them.
         types = partial(self.types, results=results, spec=spec, config=config)
-        return jax.make_jaxpr(self.over_levels(types, operands, results, spec.levels))(*avals).out_avals
+        traced = jax.make_jaxpr(self.over_levels(types, operands, results, spec.levels))(*avals)
+        if captured := [x for x in traced.consts if isinstance(x, jax.core.Tracer)]:
+            given = {f"array {i}": x for i, x in enumerate(captured)}
+            raise type_error(
+                self.name, "run reads arrays that are traced outside of it; pass them as operands of the call", **given
+            )
+        return traced.out_avals
 
     def _batch(self, args, dims, *, operands, results, spec, config, chooser):
         level = (*zip(operands, dims, strict=True), *((name, 0) for name in results))

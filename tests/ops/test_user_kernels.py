@@ -255,6 +255,23 @@ def test_an_array_by_name_has_no_custom_gradient():
         jax.grad(lambda b: executor(ByName(), A, b=b)["product"].sum())(B)
 
 
+@pytest.mark.parametrize("transform", (jax.jit, jax.vmap, jax.grad))
+def test_a_traced_array_has_to_be_an_operand(transform):
+    """Its gradient, or the axis that is mapped, would be lost."""
+
+    def call(w):
+        class Captured(Product):
+            def run(self, a, *, cfg):
+                return a @ w
+
+        return executor(Captured(), A).sum()
+
+    with pytest.raises(
+        TypeError, match=r"product: run reads arrays that are traced outside of it; .* \(array 0: f32\["
+    ):
+        transform(call)(np.stack([B, B]) if transform is jax.vmap else B)
+
+
 def test_a_kernel_without_run_says_so():
     class Empty(Kernel[Config, jax.Array]):
         def heuristic_cfg(self, inv):
