@@ -152,13 +152,13 @@ def _config(kernel, named, spec, platform, target) -> tuple[OperationConfig | No
     arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in named.items()}
     inv = replace(kernel.invocation(arrays, spec, platform=platform), target=target)
     selector = default_executor().selector
-    if found := selector.stored(kernel, inv, kernel.key_builder(inv)):
+    if found := selector.stored(kernel, inv, inv.key):
         return found[1], _ORIGINS[found[0]]
     config, policy = kernel.heuristic_cfg(inv), selector.policy
     space = kernel.config_space(inv) if policy.allow_autotune and not selector.tuner.refusal(inv) else ()
     if (number := len({config, *space})) > 1:
         origin = f"by heuristics, until the first call measures {number} configs"
-        outdated = selector.outdated(kernel, inv, kernel.key_builder(inv), space)
+        outdated = selector.outdated(kernel, inv, inv.key, space)
         first = "" if outdated is None else f", first {outdated}, once the fastest with another source or versions"
         return config, origin + first
     if policy.allow_heuristics:

@@ -217,7 +217,7 @@ def _tuned(inv: Invocation, table: SharedFile) -> _Row:
         heuristic = kernel.heuristic_cfg(inv)
         times = tuner.times(kernel, inv, [heuristic, *kernel.config_space(inv)])
         fastest = min(times, key=times.get)
-        entry = {kernel.key_builder(inv): entry_of(fastest)}
+        entry = {inv.key: entry_of(fastest)}
     except Exception as error:  # of a kernel: the other calls can still be tuned
         return _Row(inv, reason=" ".join(str(error).split()))
     table.add(entry)

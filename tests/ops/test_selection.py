@@ -143,6 +143,27 @@ def test_a_kernel_may_bring_its_own_key():
     assert [ran(run(Rounded(), ones(n))) for n in (3, 64, 65)] == [OTHER, OTHER, HEURISTIC]
 
 
+def test_a_key_has_to_be_a_str(tmp_path):
+    """Another one could not be written, and no config after it either."""
+
+    class Keyed(Shown):
+        def key_builder(self, inv):
+            return (self.name, inv.args[0].shape)
+
+    store, inv = PersistentCache(tmp_path), Invocation(Keyed(), (ones(),), {})
+    says = "shown: key_builder returned a tuple; it has to return a str"
+    for call in (
+        lambda: executor(ConfigCache())(Keyed(), ones()),
+        lambda: ConfigSelectorChain().measure(inv.kernel, inv),
+    ):
+        with pytest.raises(TypeError, match=says):
+            call()
+    with pytest.raises(TypeError, match="key is a tuple; it must be a str"):
+        store.put(("shown", 4), OTHER)
+    store.put("shown", OTHER)
+    assert PersistentCache(tmp_path).get("shown") == OTHER
+
+
 # --- Recording
 
 

@@ -52,7 +52,12 @@ class PersistentCache:
 
         `tried` is given if only some configs were measured: (number measured, number of all). It is stored beside the
         config, as `"tried": [3, 12]`.
+
+        Raises:
+            TypeError: the key is not a str.
         """
+        if not isinstance(key, str):
+            raise TypeError(f"PersistentCache.put: key is {a_type(key)}; it must be a str, as key_builder makes")
         file = self._file(device)
         try:
             file.write({key: entry_of(config, tried)})

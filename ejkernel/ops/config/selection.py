@@ -117,9 +117,9 @@ class ConfigSelectorChain(Generic[Cfg]):
         """
         if override is not None:
             override = kernel.checked_for(override, inv)
-            key = None if self._on_event is None else kernel.key_builder(inv)
+            key = None if self._on_event is None else inv.key
             return self._tell("override", kernel, key, override)
-        key = kernel.key_builder(inv)
+        key = inv.key
         for find in (self._stored, self._measured, self._guessed):
             if (config := find(kernel, inv, key)) is not None:
                 break
@@ -145,7 +145,7 @@ class ConfigSelectorChain(Generic[Cfg]):
         """
         if reason := self.tuner.refusal(inv):
             raise EjkernelRuntimeError(f"{kernel.op_id}: {reason}")
-        key = kernel.key_builder(inv)
+        key = inv.key
         self._tell("autotune_start", kernel, key, None)
         measured = self.tuner.measure(kernel, inv, configs, budget=budget)
         self.cache.put(key, measured.fastest)

@@ -6,6 +6,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
+from ejkernel.errors import a_type, type_error
 from ejkernel.types import Target
 
 from ..utils.devices import device_fingerprint, local_target
@@ -53,6 +54,18 @@ class Invocation(Generic[Cfg, Out]):
     def call_key(self) -> str:
         """The structure of the call: types and shardings of the arrays, and the options. Values do not matter."""
         return structure_fingerprint((self.args, self.kwargs))
+
+    @property
+    def key(self) -> str:
+        """The key under which the config of the call is stored, which `Kernel.key_builder` makes.
+
+        Raises:
+            TypeError: a kernel's own `key_builder` made something else than a str.
+        """
+        key = self.kernel.key_builder(self)
+        if not isinstance(key, str):
+            raise type_error(self.kernel.name, f"key_builder returned {a_type(key)}; it has to return a str")
+        return key
 
 
 class Kernel(Generic[Cfg, Out]):
