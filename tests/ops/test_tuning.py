@@ -56,6 +56,19 @@ def test_the_fastest_wins():
     assert autotune(Candidates(config_3=slow), ones(64, 64)) == Config(2)
 
 
+def test_without_configs_there_is_nothing_to_measure():
+    """An error of its own: nothing is said of a budget."""
+
+    class NoCandidates(Candidates):
+        def config_space(self, inv):
+            return []
+
+    inv = Invocation(NoCandidates(), (ones(),), {})
+    for call in (lambda: autotune(Candidates(), ones(), configs=[]), lambda: quick.measure(inv.kernel, inv)):
+        with pytest.raises(EjkernelRuntimeError, match="candidates@v1: cannot be measured: there are no configs"):
+            call()
+
+
 @pytest.mark.parametrize("bad", [fails, lambda a: a * 1.01, lambda a: a[:2], lambda a: a.at[0, 0].set(jnp.nan)])
 def test_a_candidate_that_is_wrong_or_fails_never_wins(bad):
     assert autotune(Candidates(config_2=bad, config_3=slow), ones()) == Config(3)

@@ -150,6 +150,8 @@ class Tuner:
             try:
                 configs = by_priority(kernel.config_space(inv) if configs is None else configs)
                 configs = dict.fromkeys(hashable(kernel.name, config) for config in configs)
+                if not configs:
+                    raise ValueError("there are no configs to measure")
                 heuristic = kernel.heuristic_cfg(inv)
                 types = replace(inv, args=random_types_like(inv.args), kwargs=random_types_like(inv.kwargs))
                 lowering = Deadline(budget)
