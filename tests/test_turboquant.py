@@ -70,12 +70,12 @@ def test_distortion_is_that_of_the_paper(bits, of_the_paper):
     assert found >= 4.0**-bits
 
 
-@pytest.mark.parametrize(
-    "wrong", (dict(bits=0, dim=8), dict(bits=9, dim=8), dict(bits=2, dim=1), dict(bits=2, dim=2.5))
-)
-def test_wrong_codebooks_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"solve_lloyd_max: .* must be an int"):
-        solve_lloyd_max(**wrong)
+@pytest.mark.parametrize("wrong", (0, 9, True, 2.0, "2", [2], float("nan"), None), ids=str)
+@pytest.mark.parametrize("name", ("bits", "dim"))
+def test_wrong_codebooks_are_refused(name, wrong):
+    if (name, wrong) != ("dim", 9):
+        with pytest.raises((TypeError, ValueError), match=rf"solve_lloyd_max: {name} is .*; it must be an int"):
+            solve_lloyd_max(**{"bits": 2, "dim": 8, name: wrong})
 
 
 # --- Matrices and bytes -----------------------------------------------------------------------------------------------
@@ -98,6 +98,30 @@ def test_projections_are_normal():
     np.testing.assert_allclose((found**4).mean(), 3 / 512**2, rtol=0.05)
     with jax.enable_x64(True):
         assert generate_projection_matrix(seed=7, projection_dim=8, head_dim=8).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "setting",
+    (lambda: jax.default_prng_impl("rbg"), lambda: jax.threefry_partitionable(False), lambda: jax.enable_x64(True)),
+    ids=("generator", "partitionable", "64 bits"),
+)
+def test_the_seed_alone_decides(setting):
+    """Whatever another process, which reads the cache, has set JAX to."""
+    of = lambda: (generate_rotation_matrix(2**32 - 1, 8), generate_projection_matrix(2**31, 16, 8))
+    before = of()
+    with setting():
+        jax.tree.map(np.testing.assert_array_equal, before, of())
+
+
+@pytest.mark.parametrize("wrong", (-1, 2.5, True, "a", None, 2**32), ids=str)
+@pytest.mark.parametrize("name", ("seed", "head_dim", "projection_dim"))
+def test_wrong_matrices_are_refused(name, wrong):
+    """Seeds of more than 32 bits would be cut off, or not, by the 64-bit mode of JAX."""
+    given = dict(seed=0, head_dim=8) | ({} if name == "seed" else dict(projection_dim=8)) | {name: wrong}
+    generate = generate_rotation_matrix if name == "seed" else generate_projection_matrix
+    if wrong != 2**32 or name == "seed":
+        with pytest.raises((TypeError, ValueError), match=rf"{generate.__name__}: {name} is .*; it must be an int"):
+            generate(**given)
 
 
 def test_matrices_are_constants_of_a_program():

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .._static import int_within
+
 
 @dataclass(frozen=True, eq=False)
 class LloydMaxCodebook:
@@ -39,7 +41,6 @@ class LloydMaxCodebook:
         return len(self.centroids)
 
 
-@functools.cache
 def solve_lloyd_max(bits: int, dim: int) -> LloydMaxCodebook:
     """The codebook with the least mean squared error, for coordinates of random unit vectors.
 
@@ -51,20 +52,22 @@ def solve_lloyd_max(bits: int, dim: int) -> LloydMaxCodebook:
         The codebook, symmetric around 0. Its arrays cannot be written.
 
     Raises:
-        ValueError: bits or dim are out of range.
+        TypeError, ValueError: bits or dim are no ints, or out of range.
 
     Lloyd, Least squares quantization in PCM, 1982; Max, Quantizing for minimum distortion, 1960.
     """
-    if bits not in range(1, 9):
-        raise ValueError(f"solve_lloyd_max: bits is {bits}; it must be an int from 1 to 8")
-    if int(dim) != dim or dim < 2:
-        raise ValueError(f"solve_lloyd_max: dim is {dim}; it must be an int of at least 2")
+    name = "solve_lloyd_max"
+    return _solution(int_within(name, "bits", bits, 1, 8), int_within(name, "dim", dim, 2))
+
+
+@functools.cache
+def _solution(bits: int, dim: int) -> LloydMaxCodebook:
     c = _solved(_at_first(2**bits, dim), dim)
     mass, _ = _cells(c, dim)
     found = c.astype(np.float32), ((c[1:] + c[:-1]) / 2).astype(np.float32)
     for x in found:
         x.flags.writeable = False
-    return LloydMaxCodebook(int(bits), int(dim), *found, distortion=float(1 - dim * (mass * c * c).sum()))
+    return LloydMaxCodebook(bits, dim, *found, distortion=float(1 - dim * (mass * c * c).sum()))
 
 
 def _at_first(count: int, dim: int) -> np.ndarray:
