@@ -83,7 +83,7 @@ def dequantize(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit.
     """
-    of = format_of("dequantize", mode, bits, group_size)
+    of, dtype = format_of("dequantize", mode, bits, group_size), _float_dtype("dequantize", dtype)
     is_row = axis is not None and _is_row("dequantize", axis)
     w, scales = _matrix("dequantize", "w", w, ("uint32",)), _array("dequantize", "scales", scales)
     zeros = None if zeros is None else _array("dequantize", "zeros", zeros)
@@ -170,8 +170,19 @@ def check_quantized(operation: str, w: Any, scales: Any, zeros: Any, of: Format)
         _require(operation, "zeros", zeros, FLOATS)
 
 
+def _float_dtype(operation: str, dtype: Any) -> np.dtype:
+    """The dtype that a user asks for; numpy takes None for float64, and much else for a structured dtype."""
+    try:
+        found = None if dtype is None else np.dtype(dtype)
+    except Exception:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise type_error(operation, f"dtype is {shown(dtype)}; it must be a float type")
+    return found
+
+
 def _is_row(operation: str, axis: Any) -> bool:
-    if axis not in ("row", "col"):
+    if not isinstance(axis, str) or axis not in ("row", "col"):
         raise value_error(operation, f"axis is {shown(axis)}; it must be 'row' or 'col'")
     return axis == "row"
 

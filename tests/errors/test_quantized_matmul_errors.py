@@ -131,6 +131,21 @@ WEIGHTS = {
         ValueError,
         "dequantize: scales must be [4, 1]: one for each group of 64 codes of 4 bits",
     ),
+    **{
+        f"dtype {dtype}": (
+            lambda dtype=dtype: quantization.dequantize(
+                jnp.ones((4, 8), jnp.uint32), jnp.ones((4, 1)), mode="nf4", dtype=dtype
+            ),
+            TypeError,
+            f"dequantize: dtype is {dtype!r}; it must be a float type",
+        )
+        for dtype in (None, "int8", "f99", 32)
+    },
+    "an array as axis": (
+        lambda: quantization.quantize(jnp.ones((64, 64)), axis=jnp.ones(2)),
+        ValueError,
+        "quantize: axis is Array([1., 1.], dtype=float32); it must be 'row' or 'col'",
+    ),
     "transpose": (
         lambda: quantization.prepack_quantized_weights(jnp.ones((64, 64)), transpose="x"),
         TypeError,
