@@ -4,12 +4,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from ..errors import value_error
+from ..errors import shown, type_error, value_error
 from ..types import CuSeqlens
 from ._release import Present, arrays_of, run, translates
+from .operations._arguments import require_dtype, static_bool, static_number
 from .operations.gated_delta_rule import GatedDeltaRule
 from .operations.ragged_gated_delta_rule import RaggedGatedDeltaRule
 
@@ -93,6 +95,7 @@ def gated_delta_rule_prefill(
 @translates
 def state_space_v1(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
     """Mamba's state space. y is multiplied by act_fn(gate), by default silu. Returns (y, final state, conv_state)."""
+    _check_options("state_space_v1", call)
     y, state = _run(present, call, specs)
     _check_gate("state_space_v1", y, *arrays_of(call, "gate"))
     return _gated(y, call), state, call["conv_state"]
@@ -105,6 +108,7 @@ def state_space_v2(present: Present, call: dict[str, Any], specs: dict[str, Any]
     y is multiplied by act_fn(gate), by default silu, after a norm over all its features if use_gated_rmsnorm.
     """
     x, B, gate = arrays_of(call, "x", "B", "gate")
+    _check_options("state_space_v2", call)
     if call["n_groups"] not in (None, B.shape[2]):
         raise value_error("state_space_v2", f"n_groups is {call['n_groups']}, but B has {B.shape[2]}", B=B)
     if call["use_gated_rmsnorm"] and gate is None:
@@ -128,8 +132,18 @@ def _run(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
     return run(present, call, {name: call[name] for name in names} | dict(return_state=True), specs)
 
 
+def _check_options(name: str, call: dict[str, Any]) -> None:
+    """Raises unless act_fn can be called, use_gated_rmsnorm is a bool, and rmsnorm_eps a number ≥ 0."""
+    if not (call["act_fn"] is None or callable(call["act_fn"])):
+        raise type_error(name, f"act_fn is {shown(call['act_fn'])}; it must be a function of the gate, or None")
+    static_bool(name, "use_gated_rmsnorm", call.get("use_gated_rmsnorm", False))
+    if not 0 <= static_number(name, "rmsnorm_eps", call.get("rmsnorm_eps", 0)) < np.inf:
+        raise value_error(name, f"rmsnorm_eps is {shown(call['rmsnorm_eps'])}; it must be at least 0, and finite")
+
+
 def _check_gate(name: str, y: jax.Array, gate: Any) -> None:
-    """Raises unless a gate has the shape of y, to which y could be broadcast otherwise."""
+    """Raises unless a gate is a float array of the shape of y, to which y could be broadcast otherwise."""
+    require_dtype(name, np.floating, "a float type", gate=gate)
     if gate is not None and gate.shape != y.shape:
         raise value_error(name, f"gate must be {list(y.shape)}, as the result", gate=gate)
 

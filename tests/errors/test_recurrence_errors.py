@@ -1,4 +1,4 @@
-"""Wrong calls of recurrent, gla or lightning_attention raise while they are traced."""
+"""Wrong calls of recurrent, gla or lightning_attention raise while they are traced, and wrong gates of state spaces."""
 
 from functools import partial
 
@@ -113,3 +113,21 @@ def test_errors_name_the_argument(operation, function, arguments, error, says):
     assert type(raised.value) is error and message.startswith(operation), message
     assert all(part in message for part in says), message
     assert len(message) < 400 and "\n" not in message, message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    (
+        (dict(act_fn="silu"), "act_fn is 'silu'; it must be a function"),
+        (dict(gate=jnp.ones((1, 2, 12), jnp.int32)), "gate has dtype int32; it must be a float type"),
+        (dict(use_gated_rmsnorm="no"), "use_gated_rmsnorm must be True or False"),
+        (dict(use_gated_rmsnorm=True, rmsnorm_eps=-1e-5), "rmsnorm_eps is -1e-05; it must be at least 0"),
+        (dict(use_gated_rmsnorm=True, rmsnorm_eps=float("nan")), "rmsnorm_eps is nan; it must be at least 0"),
+        (dict(use_gated_rmsnorm=True, rmsnorm_eps="small"), "rmsnorm_eps must be a static number"),
+    ),
+    ids=lambda x: next(reversed(x)) if isinstance(x, dict) else "",
+)
+def test_options_of_a_gate_in_the_form_of_the_release(wrong, says):
+    x, B, A, dt = jnp.ones((1, 2, 4, 3)), jnp.ones((1, 2, 2, 6)), -jnp.ones(4), jnp.ones((1, 2, 4))
+    with pytest.raises((TypeError, ValueError), match=f"state_space_v2: {says}"):
+        ejkernel.modules.state_space_v2(x, A, B, B, jnp.ones(4), dt, **dict(gate=jnp.ones((1, 2, 12))) | wrong)
