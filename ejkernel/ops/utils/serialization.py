@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype")):
         return {"$dtype": np.dtype(value).name}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, np.generic):
@@ -143,20 +143,25 @@ def _decode(value: Any, annotation: Any) -> Any:
         return _decode_dataclass(value, annotation)
     if origin in (typing.Union, types.UnionType):
         return _decode_union(value, parameters)
-    if isinstance(value, list):
+    expected = origin or annotation
+    if isinstance(value, list) and (not isinstance(expected, type) or _is_made_of_items(expected)):
         # Configs are hashable, so a sequence is a tuple unless its annotation says otherwise.
-        sequence = list if list in (origin, annotation) else tuple
+        collection = expected if expected in (list, set, frozenset) else tuple
         fixed = origin is tuple and ... not in parameters
         items = parameters if fixed else (*parameters[:1], Any)[:1] * len(value)
-        return sequence(_decode(item, of) for item, of in zip(value, items, strict=True))
+        return collection(_decode(item, of) for item, of in zip(value, items, strict=True))
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return annotation(value)
     if annotation is float and isinstance(value, int):
         return float(value)
-    expected = origin or annotation
     if isinstance(expected, type) and expected is not Any and not isinstance(value, expected):
         raise ValueError(f"{value!r} is no {expected.__name__}")
     return value
+
+
+def _is_made_of_items(annotation: type) -> bool:
+    """Whether a field of this type may have a collection that is an array in JSON."""
+    return annotation is Any or any(issubclass(of, annotation) for of in (tuple, list, set, frozenset))
 
 
 def _dtype(name: Any) -> np.dtype:
@@ -181,6 +186,8 @@ def _decode_dataclass(value: Any, cls: type[T]) -> T:
 
 
 def _decode_union(value: Any, members: tuple) -> Any:
+    if type(value) in members and isinstance(value, int):  # 1 is no float where it may be an int
+        return value
     for member in members:
         try:
             return _decode(value, member)
