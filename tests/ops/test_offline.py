@@ -150,9 +150,10 @@ def test_a_call_of_a_users_kernel_has_the_same_key_in_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_keys_of_every_algorithm_are_packed(algorithm):
+def test_keys_of_every_algorithm_and_dtypes_are_packed(algorithm):
     key = jax.eval_shape(lambda: jax.random.key(0, impl=algorithm))
-    assert unpack_tree(json.loads(json.dumps(pack_tree(key)))) == key
+    for value in (key, jnp.bfloat16, jnp.dtype("bfloat16")):
+        assert repr(unpack_tree(json.loads(json.dumps(pack_tree(value))))) == repr(value)
 
 
 def test_calls_without_json_are_left_out_with_a_warning(tmp_path):
@@ -162,7 +163,7 @@ def test_calls_without_json_are_left_out_with_a_warning(tmp_path):
             self.table = ones()
 
     strange = Invocation(Shown("strange"), (ones(),), {"activation": jnp.tanh})
-    with pytest.warns(UserWarning, match=r"a call of (strange@v1|holding@v1) is left out") as warned:
+    with pytest.warns(UserWarning, match=r"a call of .* is left out: .*(cannot be written|holds arrays)") as warned:
         found = there_and_back(tmp_path / "calls.json", strange, Invocation(Holding(), (ones(),), {}), shown_call())
     assert [inv.kernel.name for inv in found] == ["shown"] and len(warned) == 2
 

@@ -11,14 +11,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from ejkernel.errors import a_type, shown
+
 from .operands import abstract, is_array
-from .serialization import pack, unpack
+from .serialization import class_name, class_named, is_packable, pack, unpack
 
 _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def pack_tree(tree: Any) -> Any:
-    """Tuples, lists and dicts of arrays, numbers, strings, dtypes and dataclasses, ready for JSON.
+    """Tuples, lists and dicts of arrays, numbers, strings, dtypes, types and frozen dataclasses, ready for JSON.
 
     Raises:
         TypeError: it holds something else.
@@ -35,14 +37,18 @@ def pack_tree(tree: Any) -> Any:
         return tree
     if isinstance(tree, np.dtype):
         return {"dtype": tree.name}
-    return pack(tree)
+    if isinstance(tree, type) and class_named(class_name(tree)) is tree:  # as jnp.float32
+        return {"type": class_name(tree)}
+    if is_packable(tree):
+        return pack(tree)
+    raise TypeError(f"{shown(tree)} is {a_type(tree)}, which cannot be written as JSON")
 
 
 def unpack_tree(packed: Any) -> Any:
     """The tree that was packed, with a `jax.ShapeDtypeStruct` for each array.
 
     Raises:
-        ValueError: it was not made by `pack_tree`, or has a dataclass that this process has not imported.
+        ValueError: it was not made by `pack_tree`, or has a class that this process has not imported.
     """
     if isinstance(packed, list):
         return [unpack_tree(x) for x in packed]
@@ -61,6 +67,10 @@ def unpack_tree(packed: Any) -> Any:
             return {name: unpack_tree(x) for name, x in items.items()}
         case {"dtype": str(name)}:
             return np.dtype(name)
+        case {"type": str(name)}:
+            if (found := class_named(name)) is None:
+                raise ValueError(f"{name} is not imported")
+            return found
     raise ValueError(f"nothing that was packed: {packed!r:.80}")
 
 
