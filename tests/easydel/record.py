@@ -22,11 +22,17 @@ def rounded(found):
     return {name: rounded(x) for name, x in found.items()} if isinstance(found, dict) else found
 
 
+def versions():
+    """Those of the packages that are installed, the release among them."""
+    found = {name: metadata.version(name) for name in PACKAGES}
+    if found["ejkernel"] != "0.0.78":
+        raise SystemExit(f"ejkernel {found['ejkernel']} is installed; this records ejkernel 0.0.78")
+    return found
+
+
 def main(cases):
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"notes": {}, "cases": {}}
-    recorded["versions"] = {name: metadata.version(name) for name in PACKAGES}
-    if recorded["versions"]["ejkernel"] != "0.0.78":
-        raise SystemExit(f"ejkernel {recorded['versions']['ejkernel']} is installed; this records ejkernel 0.0.78")
+    recorded["versions"] = versions()
     for case in cases or models.CASES:
         kept = {name: x for name, x in recorded["cases"].get(case, {}).items() if name in ("as", "exact")}
         recorded["cases"][case] = kept | rounded(models.outcome(case))

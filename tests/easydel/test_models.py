@@ -2,9 +2,6 @@
 
 Losses, gradients and greedy tokens equal those that `record.py` wrote with ejkernel 0.0.78, in float32. Every family of
 models runs in its own process, with -O, since EasyDeL asserts that the version of ejkernel is "0.0.78".
-
-EasyDeL's own tests do not run here, as they are not on PyPI: the wheel of 0.3.0 and the sdists of EasyDeL 0.3.0,
-0.2.0.2, 0.1.4.1 and 0.0.80 and of ejkernel 0.0.78 have no test files.
 """
 
 import json
