@@ -28,11 +28,11 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from ejkernel.callib._cache_directory import cache_directory
 from ejkernel.compat import find_mosaic_runtime, is_for_export
 from ejkernel.ops.core.programs import compile_ahead
 from ejkernel.ops.utils.devices import device_target
 from ejkernel.ops.utils.fingerprints import versions_fingerprint
-from ejkernel.ops.utils.shared_file import cache_directory
 from ejkernel.types import Target
 from ejkernel.xla_utils.garbage_collection import no_garbage_collection
 
@@ -125,7 +125,7 @@ _in_memory: dict[Path, bytes | None] = {}
 
 def _stored(kernel: Kernel, avals: Sequence[Any]) -> bytes | None:
     """The module whose `main` is the kernel, in bytes; None if the kernel depends on more than its arguments."""
-    path = Path(cache_directory()).expanduser() / "lowered" / _digest(kernel, avals)
+    path = Path(cache_directory()) / "lowered" / _digest(kernel, avals)
     if path not in _in_memory:
         if (module := _read(path)) is None and (module := _made(kernel, avals)) is not None:
             _write(path, module)

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ._cache_directory import cache_directory
+
 _DTYPES = ("bfloat16", "float16", "float32")
 # Sizes that fill the device and take some milliseconds: elements copied, and the side of the matrices.
 _SIZES = {"gpu": (2**29, 8192), "tpu": (2**28, 8192), "cpu": (2**25, 1024)}
@@ -117,8 +119,8 @@ def _seconds(probe: Probe, calls: int = 5, repeats: int = 7) -> float:
 
 
 def _path(device_kind: str) -> Path:
-    root = Path(os.environ.get("EJKERNEL_CACHE_DIR") or "~/.cache/ejkernel").expanduser()
-    return root / "calibration" / f"{re.sub(r'[^A-Za-z0-9]+', '-', device_kind).strip('-').lower()}.json"
+    name = re.sub(r"[^A-Za-z0-9]+", "-", device_kind).strip("-").lower()
+    return Path(cache_directory()) / "calibration" / f"{name}.json"
 
 
 def _keep(ceilings: Ceilings) -> None:

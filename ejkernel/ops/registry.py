@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, overload
 
+from ..errors import a_type
 from .core.kernel import Invocation
 from .utils.devices import device_fingerprint
 from .utils.operands import abstract
@@ -43,7 +44,13 @@ def record_invocation(*call: Any, **named: Any) -> None:
         kernel: the kernel that was called.
         args, kwargs: its arguments; they are copied, arrays as `jax.ShapeDtypeStruct`.
         inv: the invocation, which has all of these.
+
+    Raises:
+        TypeError: the arguments have neither form.
     """
+    if len(call) + len(named) not in (2, 6):
+        forms = "(kernel, inv) or (dev, op_id_v, call_key, kernel, args, kwargs)"
+        raise TypeError(f"record_invocation takes {forms}, not {len(call) + len(named)} arguments")
     form = _of_invocation if len(call) + len(named) == 2 else _explicit
     device, operation, call_key, kernel, args, kwargs = form(*call, **named)
     with _lock:
@@ -55,6 +62,8 @@ def _explicit(dev, op_id_v, call_key, kernel, args, kwargs):
 
 
 def _of_invocation(kernel, inv):
+    if not isinstance(inv, Invocation):
+        raise TypeError(f"record_invocation: inv is {a_type(inv)}; it must be an Invocation")
     return inv.device_fingerprint, kernel.op_id, inv.call_key, kernel, inv.args, inv.kwargs
 
 

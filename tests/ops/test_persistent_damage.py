@@ -38,6 +38,19 @@ def test_a_damaged_or_foreign_file_is_ignored_set_aside_and_rebuilt(directory, c
     assert file.with_name(file.name + ".damaged").exists()
 
 
+def test_a_file_of_another_version_is_left_as_it_is(directory):
+    """Two versions of the library share a directory: neither takes the file of the other for damaged."""
+    stored(directory)
+    file = file_in(directory)
+    file.write_text(theirs := file.read_text().replace("ejkernel configs 1", "ejkernel configs 2"))
+    cache = PersistentCache(directory)
+    with pytest.warns(UserWarning, match="its format is 'ejkernel configs 2', of another version of this library"):
+        assert cache.get("key") is None
+        cache.put("new", OTHER)
+    assert cache.get("new") == OTHER and file.read_text() == theirs
+    assert not file.with_name(file.name + ".damaged").exists()
+
+
 @pytest.mark.parametrize(
     "entry", [None, 3, [], {"class": 3, "config": {}}, {"class": "shown:Config", "config": {"no_such_field": 1}}]
 )

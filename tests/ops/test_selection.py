@@ -198,6 +198,15 @@ def test_both_forms_take_names():
     assert get_invocations("d") == {"o": {"c": (kernel, (1,), {})}} and kernel.op_id in get_invocations()
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    ((("cpu|x",), "takes .kernel, inv. or .dev, .*, not 1 arguments"), (("cpu|x", "mulk@v1"), "inv is a str")),
+)
+def test_a_call_is_recorded_in_one_of_two_forms(given, says):
+    with pytest.raises(TypeError, match=f"record_invocation.*{says}"):
+        record_invocation(*given)
+
+
 # --- Threads and costs
 
 

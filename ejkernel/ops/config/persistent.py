@@ -3,12 +3,13 @@
 import os
 from typing import Any
 
+from ...callib._cache_directory import cache_directory
 from ...errors import a_type
 from ..utils.devices import device_fingerprint
 from ..utils.fingerprints import call_of
 from ..utils.provenance import provenance
 from ..utils.serialization import pack, unpack
-from ..utils.shared_file import SharedFile, cache_directory, path_in
+from ..utils.shared_file import SharedFile, path_in
 
 
 class PersistentCache:

@@ -22,8 +22,9 @@ from urllib.parse import quote, unquote
 
 import jax
 
+from ...callib._cache_directory import cache_directory
 from .serialization import is_packable, pack, unpack
-from .shared_file import SharedFile, cache_directory, path_in
+from .shared_file import SharedFile, path_in
 
 _LABEL = re.compile(r"ejkernel\[[^\]]*\]")
 _STAMPS = ("none", "hash", "json")

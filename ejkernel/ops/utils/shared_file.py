@@ -4,6 +4,7 @@ A writer takes a lock, reads the current entries, writes a temporary file with i
 sees a partly written file, no writer loses entries of another, and a killed process loses at most the entries that it
 was adding. Errors with a file of the library (damaged, of another program, unreadable, a pipe, a lock that is never
 released, a full disk) cause a warning, never an exception or an endless wait; with a file that a user names they raise.
+A damaged file is set aside, and one in the format of another version of the library is left as it is.
 """
 
 import contextlib
@@ -26,11 +27,6 @@ _DEEPEST = 50
 _LONGEST = 100
 
 
-def cache_directory() -> str:
-    """`$EJKERNEL_CACHE_DIR`, else `~/.cache/ejkernel`, as it is now."""
-    return os.environ.get("EJKERNEL_CACHE_DIR") or "~/.cache/ejkernel"
-
-
 def path_in(directory: str | os.PathLike, name: str) -> str:
     """The path of the file for `name`, which may have any characters, in a directory; `~` is expanded."""
     return os.path.join(os.path.expanduser(directory), re.sub(r"[^A-Za-z0-9._-]+", "_", name) + ".json")
@@ -40,7 +36,7 @@ def read_entries(path: str | os.PathLike, kind: str = "configs") -> dict[str, An
     """The entries of a file, "configs" or "calls".
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is of another version of the library.
         ValueError: it is damaged, or another kind of file.
     """
     try:
@@ -166,9 +162,11 @@ def _read(path: str | os.PathLike, kind: str, complain: Callable[[str], None] = 
             content = json.load(file, parse_int=_integer, object_pairs_hook=unique)
         except RecursionError:
             raise ValueError("brackets within brackets without end") from None
-    is_of_kind = isinstance(content, dict) and content.get("format") == _format(kind)
-    if not is_of_kind or not isinstance(content.get(kind), dict):
-        raise ValueError(f"this is no file of {_format(kind)!r}")
+    found, wanted = content.get("format") if isinstance(content, dict) else None, _format(kind)
+    if found != wanted and re.fullmatch(rf"ejkernel {kind} \d+", str(found)[:50]):
+        raise OSError(f"its format is {found!r}, of another version of this library, which reads {wanted!r}")
+    if found != wanted or not isinstance(content.get(kind), dict):
+        raise ValueError(f"this is no file of {wanted!r}")
     entries = {key: entry for key, entry in content[kind].items() if _is_shallow(entry)}
     if len(entries) < len(content[kind]):
         complain(f"an entry of brackets within brackets, more than {_DEEPEST}, is left out")
