@@ -15,12 +15,12 @@ from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import OPERATIONS
 from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionConfig
 
-from .latent_pages import LENGTHS, PAGE, P, defined, poisoned, step, tree
-from .paged import DTYPES, wide
+from .latent_pages import CONTEXTS, LENGTHS, J, P, defined, poisoned, step, tree
+from .paged import DTYPES, hidden_slots, wide
 from .test_tpu_paged_compile import configs, copies
 from .tpu_compiler import TARGETS, device
 from .tpu_interpreter import interpreted
-from .tpu_paged import TARGET, check, prepared
+from .tpu_paged import TARGET, check, prepared, without
 
 NAME = "multi_latent_page_attention"
 IMPLEMENTATION = kernel_registry.find(NAME, "pallas", "tpu").implementation
@@ -67,6 +67,18 @@ def test_quantised_pages(pages, dtype, scale):
     if scale is not None:
         x["k_scale"] = jnp.asarray(np.random.default_rng(2).uniform(0.1, 0.5, scale), jnp.float32)
     check(NAME, x, config_of(8, 2), defined(x), return_lse=True)
+
+
+@pytest.mark.parametrize("pages, dtype", [("int8", "bfloat16"), pytest.param("float8_e4m3fn", "float32", marks=slow)])
+@pytest.mark.parametrize("tokens", (8, pytest.param(1, marks=slow)))
+def test_scales_of_slots(pages, dtype, tokens):
+    """With NaN, in scales too, in all slots that no token sees."""
+    x, rng, shape = step(pages=pages, dtype=dtype), np.random.default_rng(2), (len(CONTEXTS), J)
+    x |= dict(block_tables=jnp.arange(np.prod(shape), dtype=jnp.int32).reshape(shape))
+    x |= dict(pages=x["pages"][rng.integers(0, P, np.prod(shape))])
+    x |= dict(k_scale=jnp.asarray(rng.uniform(0.1, 0.5, (*x["pages"].shape[:2], 1)), jnp.float32))
+    poisoned = x | without(hidden_slots(x), x)
+    check(NAME, poisoned, config_of(tokens, 2), defined(x), x, return_lse=True)
 
 
 @slow
@@ -122,10 +134,9 @@ def test_batch_invariant():
     "change, options, reason",
     [
         (dict(q_latent="float16", q_rope="float16", pages="float16"), {}, "float16"),
-        (dict(k_scale=(P, PAGE, 1)), {}, "a scale for each slot"),
         (dict(), dict(num_splits=3), "num_splits is 3"),
     ],
-    ids=("dtype", "scales", "splits"),
+    ids=("dtype", "splits"),
 )
 def test_what_is_refused(change, options, reason):
     """With the reason, so that XLA takes the call."""
@@ -146,6 +157,12 @@ CALLS = {
     "h16, prefill": dict(h=16, tokens=PREFILL, page=16),
     "e4m3": dict(h=128, pages="float8_e4m3fn", k_scale=array((), jnp.float32)),
     "int8, prefill": dict(h=64, pages="int8", tokens=PREFILL),
+    "e4m3, scales of slots": dict(
+        h=16, pages="float8_e4m3fn", k_scale=array((SEQUENCES * CONTEXT // 64, 64, 1), jnp.float32)
+    ),
+    "int8, prefill, scales of slots": dict(
+        h=64, pages="int8", page=16, tokens=PREFILL, k_scale=array((SEQUENCES * CONTEXT // 16, 16, 1), jnp.float32)
+    ),
     "float32": dict(h=16, dtype="float32", page=8),
     "everything": dict(
         h=64, tokens=PREFILL, page=128, draft_mask=array((PREFILL, 8), jnp.bool_), sinks=array((64, 2), jnp.float32),

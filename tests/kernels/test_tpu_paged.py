@@ -17,7 +17,7 @@ from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 from . import paged as mixed
 from .paged import DTYPES, attended, decode_defined, decode_step, wide
 from .tpu_interpreter import interpreted
-from .tpu_paged import PAGE, STRANGE, TARGET, check, prepared, slow, step, writing
+from .tpu_paged import PAGE, STRANGE, TARGET, check, prepared, scales_of, slow, step, without, writing
 
 # --- One token of each sequence ---------------------------------------------------------------------------------------
 
@@ -27,9 +27,7 @@ def decoding(dtype="float32", pages="same", sinks=(), scales=None, **sizes):
     rng, heads = np.random.default_rng(1), x["q"].shape[1]
     if sinks:
         x["sinks"] = jnp.asarray(rng.standard_normal((heads, *sinks[1:])), jnp.float32)
-    if scales is not None:
-        x |= {name: jnp.asarray(rng.uniform(0.1, 0.5, scales), jnp.float32) for name in ("k_scale", "v_scale")}
-    return x
+    return x | scales_of(x["k_pages"].shape[:3], scales, rng)
 
 
 def poisoned(x):
@@ -37,15 +35,15 @@ def poisoned(x):
     (n, j), page = x["block_tables"].shape, x["k_pages"].shape[1]
     contexts = np.asarray(x["context_lens"])[:, None]
     own = jnp.arange(n * j, dtype=jnp.int32).reshape(n, j)
-    used = (np.arange(j * page) < contexts).reshape(n * j, page, 1, 1)
+    used = (np.arange(j * page) < contexts).reshape(n * j, page)
     taken = {
-        name: jnp.asarray(x[name])[x["block_tables"].reshape(-1) % len(x[name])] for name in ("k_pages", "v_pages")
+        name: jnp.asarray(a)[x["block_tables"].reshape(-1) % len(a)]
+        for name, a in x.items()
+        if name.endswith(("pages", "_scale")) and a.ndim > 2
     }
     plain = x | taken | dict(block_tables=own)
-    is_float = jnp.issubdtype(x["k_pages"].dtype, jnp.floating)
-    rubbish = {name: jnp.where(used, a, jnp.nan if is_float else 99) for name, a in taken.items()}
     held = np.arange(j) < -(-contexts // page)
-    return plain, plain | rubbish | dict(block_tables=jnp.where(held, own, STRANGE[:j]))
+    return plain, plain | without(~used, plain) | dict(block_tables=jnp.where(held, own, STRANGE[:j]))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +66,44 @@ def poisoned(x):
         ),
         pytest.param(dict(h=4, g=4, pages="float8_e4m3fn"), 16, {}, marks=slow, id="float32 of e4m3"),
         pytest.param(dict(h=4, g=2, page=136), 136, dict(window=100), marks=slow, id="parts of pages"),
+        pytest.param(
+            dict(h=4, g=2, d=16, e=24, dtype="bfloat16", pages="int8", scales="slots"),
+            16,
+            dict(window=9),
+            id="int8, scales of slots",
+        ),
+        pytest.param(
+            dict(h=8, g=4, d=16, e=24, pages="float8_e4m3fn", scales="slots", sinks=(8, 2)),
+            16,
+            dict(softcap=2.0),
+            marks=slow,
+            id="e4m3, scales of slots",
+        ),
+        pytest.param(
+            dict(h=4, g=2, page=136, dtype="bfloat16", pages="int8", scales="slots"),
+            136,
+            dict(window=100),
+            marks=slow,
+            id="parts of pages, scales of slots",
+        ),
+        pytest.param(
+            dict(h=16, g=1, d=16, e=16, page=256, dtype="bfloat16", pages="int8", scales="slots"),
+            256,
+            dict(window=300),
+            marks=slow,
+            id="one head of 8 bits, large pages",
+        ),
+        pytest.param(dict(h=3, g=1, pages="float8_e4m3fn", scales=()), 8, {}, marks=slow, id="one head of e4m3"),
+        pytest.param(
+            dict(h=32, g=16, d=8, e=8, dtype="bfloat16", pages="int8", scales="slots"),
+            16,
+            {},
+            marks=slow,
+            id="16 heads",
+        ),
+        pytest.param(dict(h=6, g=3, dtype="bfloat16", sinks=(6,)), 16, {}, marks=slow, id="three heads"),
+        pytest.param(dict(h=4, g=2, d=192, e=136, dtype="bfloat16"), 16, {}, marks=slow, id="192 features"),
+        pytest.param(dict(h=4, g=2, scales="slots"), 16, {}, marks=slow, id="float32, scales of slots"),
     ],
 )
 def test_page_attention(sizes, keys, options):
@@ -159,6 +195,37 @@ def test_under_vmap(operation):
 
 @slow
 @pytest.mark.parametrize(
+    "own", [{"k_scale"}, {"k_pages", "v_scale"}, {"k_pages", "v_pages", "k_scale", "v_scale"}], ids=str
+)
+def test_scales_of_slots_under_vmap(own):
+    """Each element has a pool or scales of its own, or those of all."""
+    x, config = decoding(h=4, dtype="bfloat16", pages="int8", scales="slots"), PageAttentionConfig(16)
+    own = own | {"q", "context_lens", "block_tables"}
+    (first, spec), (second, _) = (
+        prepared("page_attention", y, return_lse=True) for y in (x, x | {name: x[name][::-1] for name in own})
+    )
+    both = type(first)(*(
+        None if a is None else jnp.concatenate([a, b]) if name in own else a
+        for name, a, b in zip(first._fields, first, second, strict=True)
+    ))  # fmt: skip
+    implementation = kernel_registry.find("page_attention", "pallas", "tpu").implementation
+    formula = kernel_registry.find("page_attention", "xla").implementation
+    found = interpreted(lambda *a: implementation(*a, spec=spec, config=config))(*both)
+    for a, b in zip(found, formula(*both, spec=spec), strict=True):
+        np.testing.assert_allclose(wide(a), wide(b), rtol=2e-2, atol=2e-2)
+
+
+@slow
+@pytest.mark.parametrize("name", ("k_scale", "v_scale"))
+def test_one_scale_of_slots_and_one_of_heads(name):
+    plain = decoding(h=4, g=2, dtype="bfloat16", pages="int8", scales="slots")
+    plain[name] = jnp.array([0.3, 0.2])
+    plain, x = poisoned(plain)
+    check("page_attention", x, PageAttentionConfig(16), decode_defined(plain), plain, return_lse=True)
+
+
+@slow
+@pytest.mark.parametrize(
     "operation",
     ("page_attention", "ragged_decode_attention", "ragged_page_attention"),
 )
@@ -206,7 +273,6 @@ def test_batch_invariant():
     "operation, change, reason",
     [
         ("page_attention", dict(q="float16", k_pages="float16", v_pages="float16"), "float16"),
-        ("page_attention", dict(k_scale=(20, 8, 2)), "a scale for each slot"),
         ("page_attention", dict(num_splits=3), "num_splits is 3"),
         ("ragged_page_attention", dict(num_splits=3), "num_splits is 3"),
     ],

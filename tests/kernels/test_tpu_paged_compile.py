@@ -114,6 +114,9 @@ def test_llama(request, generation, operation, page, tokens):
         (dict(d=80), {}),
         (dict(d=256, g=2), {}),
         (dict(h=4, g=1), {}),
+        (dict(h=6, g=3), {}),
+        (dict(h=24, g=12), {}),
+        (dict(d=192), {}),
         (dict(h=32, g=32), {}),
         (dict(dtype="float32"), {}),
         (dict(pages="int8", k_scale=array((), jnp.float32), v_scale=array((8,), jnp.float32)), {}),
@@ -130,6 +133,31 @@ def test_sizes_and_options(generation, operation, sizes, options):
         x = arguments(operation, 16, tokens, **sizes)
         config = configs(generation, operation, x, **options)[0]
         assert "tpu_custom_call" in program(generation, operation, x, config, **options)
+
+
+SCALED = {("v5e", "page_attention", 16, 8), ("v6e", "ragged_page_attention", 128, 1)}
+
+
+@pytest.mark.parametrize(
+    "generation, operation, page, g",
+    [
+        pytest.param(*of, marks=() if of in SCALED else pytest.mark.slow)
+        for generation in TARGETS
+        for operation in ("page_attention", "ragged_page_attention")
+        for page in (8, 16, 64, 128, 256)
+        for g in (1, 2, 3, 8)
+        for of in [(generation, operation, page, g)]
+    ],
+)
+@pytest.mark.parametrize("pages", ("int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)))
+def test_scales_of_slots(generation, operation, page, g, pages):
+    """Beside pages of 8 bits, which stay where they are, however few heads they have."""
+    scale = array((SEQUENCES * CONTEXT // page, page, g), jnp.float32)
+    for tokens in (SEQUENCES, PREFILL) if operation.startswith("ragged_page") else (SEQUENCES,):
+        x = arguments(operation, page, tokens, h=4 * g, g=g, pages=pages, k_scale=scale, v_scale=scale)
+        text = program(generation, operation, x, configs(generation, operation, x)[0])
+        assert "tpu_custom_call" in text
+        assert not copies(text, x)
 
 
 @pytest.mark.slow

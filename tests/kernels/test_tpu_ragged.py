@@ -11,7 +11,7 @@ from ejkernel.kernels._registry import kernel_registry
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
 from . import paged as mixed
-from .tpu_paged import check, prepared, rubbish, slow, step, writing
+from .tpu_paged import check, prepared, rubbish, slow, step, without, writing
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,35 @@ from .tpu_paged import check, prepared, rubbish, slow, step, writing
         pytest.param(dict(h=3, g=1, d=256, dtype="bfloat16"), (8, 2), {}, marks=slow, id="two parts"),
         pytest.param(dict(h=4, dtype="bfloat16", pages="int8", scales=(2,)), (8, 2), {}, marks=slow, id="int8"),
         pytest.param(dict(h=4, pages="float8_e4m3fn", scales=()), (8, 2), dict(window=9), marks=slow, id="e4m3"),
+        pytest.param(
+            dict(h=3, g=1, dtype="bfloat16", pages="int8", scales="slots", sinks=True),
+            (8, 2),
+            dict(window=9),
+            id="one head of int8, scales of slots",
+        ),
+        pytest.param(
+            dict(h=4, dtype="bfloat16", pages="int8", scales="slots", drafts=3),
+            (8, 2),
+            {},
+            marks=slow,
+            id="drafts, scales of slots",
+        ),
+        pytest.param(
+            dict(h=12, g=4, d=8, pages="float8_e4m3fn", scales="slots"),
+            (32, 1),
+            dict(softcap=2.0),
+            marks=slow,
+            id="large tiles, scales of slots",
+        ),
+        pytest.param(
+            dict(h=16, g=1, dtype="bfloat16", pages="float8_e4m3fn", scales="slots"),
+            (1, 3),
+            dict(batch_invariant=True, window=20),
+            marks=slow,
+            id="alone, scales of slots",
+        ),
+        pytest.param(dict(h=6, g=3, dtype="bfloat16"), (8, 2), {}, marks=slow, id="three heads"),
+        pytest.param(dict(h=6, g=3, d=192, pages="int8", scales=(3,)), (8, 2), {}, marks=slow, id="192 features"),
     ],
 )
 def test_ragged_page_attention(sizes, config, options):
@@ -37,12 +66,12 @@ def test_ragged_page_attention(sizes, config, options):
 
 @pytest.mark.parametrize("window", (None, pytest.param(3, marks=slow)))
 @pytest.mark.parametrize("tokens", (8, pytest.param(1, marks=slow)))
-def test_a_draft_that_no_token_sees_may_hold_nan(tokens, window):
-    x = step(drafts=3)
+@pytest.mark.parametrize("scales", (None, pytest.param("slots", marks=slow)))
+def test_a_draft_that_no_token_sees_may_hold_nan(tokens, window, scales):
+    x = step(drafts=3, scales=scales)
     x["draft_mask"] = x["draft_mask"].at[:, 1].set(False)
     wanted = mixed.ragged_defined(x, window=window)
-    hidden = mixed.hidden_slots(x, window)[..., None, None]
-    poisoned = x | dict(kv_pages=jnp.where(hidden, jnp.nan, x["kv_pages"]))
+    poisoned = x | without(mixed.hidden_slots(x, window), x)
     config = RaggedPageAttentionConfig(tokens, 2)
     check("ragged_page_attention", poisoned, config, wanted, x, return_lse=True, window=window)
 
@@ -63,6 +92,7 @@ def test_any_number_of_sequences(count):
         pytest.param(dict(), (1, 3), dict(softcap=2.0), marks=slow, id="float32"),
         pytest.param(dict(g=1, h=4, lengths=(1, 1, 1, 1, 1, 1)), (8, 1), {}, marks=slow, id="decode"),
         pytest.param(dict(lengths=(0, 0, 0, 30, 0, 0)), (8, 1), {}, marks=slow, id="prefill"),
+        pytest.param(dict(h=6, g=3, dtype="bfloat16"), (8, 2), {}, marks=slow, id="three heads"),
     ],
 )
 def test_ragged_page_attention_v3(sizes, config, options):

@@ -40,6 +40,23 @@ def check(operation, x, config, wanted, plain=None, **options):
     return found
 
 
+def scales_of(slots, shape, rng):
+    """Scales of keys and of values, of a shape or of that of `slots`, [P, page, G]; none for None."""
+    if shape is None:
+        return {}
+    shape = slots if shape == "slots" else shape
+    return {name: jnp.asarray(rng.uniform(0.1, 0.5, shape), jnp.float32) for name in ("k_scale", "v_scale")}
+
+
+def without(hidden, x):
+    """The pages and scales of slots in x, with NaN, or a number that NaN scales, in `hidden` slots [P, page]."""
+    named = {n: a for n, a in x.items() if n.endswith(("pages", "_scale")) and a.ndim > 2}
+    return {
+        n: jnp.where(hidden.reshape(*hidden.shape, *(1,) * (a.ndim - 2)), 99 if a.dtype == jnp.int8 else jnp.nan, a)
+        for n, a in named.items()
+    }
+
+
 def step(h=6, g=2, d=16, dtype="float32", pages="same", sinks=False, scales=None, drafts=0):
     """A prefill, a decode, a sequence without tokens, one with more tokens in the step than in all; invalid entries."""
     x, rng = mixed.ragged_step(h, g, d, dtype, dtype if pages == "same" else pages), np.random.default_rng(1)
@@ -48,8 +65,7 @@ def step(h=6, g=2, d=16, dtype="float32", pages="same", sinks=False, scales=None
     x |= dict(kv_pages=pool, block_tables=jnp.asarray(rng.permutation(n * j).reshape(n, j), jnp.int32))
     if sinks:
         x["sinks"] = jnp.asarray(rng.standard_normal((h, 3)), jnp.float32)
-    if scales is not None:
-        x |= {name: jnp.asarray(rng.uniform(0.1, 0.5, scales), jnp.float32) for name in ("k_scale", "v_scale")}
+    x |= scales_of((*pool.shape[:2], g), scales, rng)
     if drafts:
         x["draft_mask"] = jnp.asarray(rng.random((mixed.TOKENS, drafts)) < 0.5)
     return x
@@ -61,14 +77,16 @@ def rubbish(x):
     contexts = np.where(there, mixed.RAGGED_CONTEXTS, 0)[:, None]
     used = np.zeros((n * j, PAGE), bool)
     used[np.asarray(x["block_tables"]).reshape(-1)] = (np.arange(j * PAGE) < contexts).reshape(n * j, PAGE)
-    is_float = jnp.issubdtype(x["kv_pages"].dtype, jnp.floating)
     tokens = np.arange(mixed.TOKENS) < sum(mixed.RAGGED_LENGTHS[: mixed.COUNT])
-    return x | dict(
-        q=jnp.where(tokens[:, None, None], x["q"], jnp.nan),
-        kv_pages=jnp.where(used[..., None, None], x["kv_pages"], jnp.nan if is_float else 99),
-        context_lens=jnp.where(there, x["context_lens"], -7),
-        block_tables=jnp.where(np.arange(j) < -(-contexts // PAGE), x["block_tables"], STRANGE[:j]),
-        query_start_loc=jnp.where(np.arange(n + 1) <= mixed.COUNT, x["query_start_loc"], -3),
+    return (
+        x
+        | without(~used, x)
+        | dict(
+            q=jnp.where(tokens[:, None, None], x["q"], jnp.nan),
+            context_lens=jnp.where(there, x["context_lens"], -7),
+            block_tables=jnp.where(np.arange(j) < -(-contexts // PAGE), x["block_tables"], STRANGE[:j]),
+            query_start_loc=jnp.where(np.arange(n + 1) <= mixed.COUNT, x["query_start_loc"], -3),
+        )
     )
 
 

@@ -24,7 +24,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     if operands.indices is not None:
         return "indices: the kernel copies whole pages of consecutive keys, not keys by a list"
     q, pages, latent = _call(operands)
-    return _paged.ragged_refusal(spec, target, operands, q, pages, (operands.k_scale,), latent)
+    return _paged.ragged_refusal(spec, target, operands, q, pages, latent)
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[MultiLatentPageAttentionConfig]:

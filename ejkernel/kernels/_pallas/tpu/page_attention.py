@@ -16,7 +16,7 @@ from . import _paged
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernel does not take the operands (arrays or shapes), or None."""
     x, page = operands, operands.k_pages.shape[2]
-    reason = _paged.refusal(spec, target, x.q, _caches(x), page, (x.k_scale, x.v_scale))
+    reason = _paged.refusal(spec, target, x.q, _caches(x), page)
     if reason is None and not space(spec, x, target):
         reason = _paged.VECTOR_MEMORY
     return reason or _paged.table_refusal(x.q.shape[0] * x.q.shape[1], x.block_tables.size)
@@ -26,7 +26,8 @@ def space(spec: CacheSpec, operands: Operands, target: Target) -> list[PageAtten
     """The configs worth measuring, the most promising first; none of them depends on the batch."""
     x, page = operands, operands.k_pages.shape[2]
     rows = _paged.rows_of_tile(1, x.q.shape[2] // x.k_pages.shape[3])
-    sizes = _paged.keys_of_blocks(x.q, _caches(x), rows, _paged.piece_of(page), x.block_tables.shape[2] * page)
+    most, scales = x.block_tables.shape[2] * page, (x.k_scale, x.v_scale)
+    sizes = _paged.keys_of_blocks(x.q, _caches(x), rows, _paged.piece_of(page), most, scales=scales)
     return [PageAttentionConfig(keys, platform=Platform.PALLAS, backend=Backend.TPU) for keys in sizes]
 
 

@@ -14,7 +14,7 @@ from . import _paged
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernel does not take the operands (arrays or shapes), or None."""
     x = operands
-    return _paged.ragged_refusal(spec, target, x, x.q, x.kv_pages, (x.k_scale, x.v_scale))
+    return _paged.ragged_refusal(spec, target, x, x.q, x.kv_pages)
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:

@@ -30,9 +30,7 @@ WORTH_TIMING = 3
 VECTOR_MEMORY = "a tile and two blocks of keys take more than vector memory holds"
 
 
-def refusal(
-    spec: CacheSpec, target: Target, q: Any, caches: Sequence[tuple[Any, int]], page: int, scales: Sequence[Any] = ()
-) -> str | None:
+def refusal(spec: CacheSpec, target: Target, q: Any, caches: Sequence[tuple[Any, int]], page: int) -> str | None:
     """Why the kernel cannot run on queries [..., d] and caches, given with the rows of a slot, or None."""
     if target.platform != "tpu":
         return f"Mosaic runs on tpu, not on {target.platform}"
@@ -42,20 +40,14 @@ def refusal(
         return "no tokens, heads, features or slots"
     if page % SUBLANES:
         return f"pages of {page} slots; the kernel takes multiples of {SUBLANES}"
-    for cache, rows in caches:
-        if rows == 1:
-            continue  # a single row per slot is loaded without a stride
-        if (features := cache.shape[-1]) > 256 or (features > LANES and features % LANES):
-            return f"the cache has {features} features; the kernel takes up to {LANES}, and {2 * LANES}"
-        if rows % (packing := 4 // cache.dtype.itemsize):
-            return (
-                f"a slot has {rows} rows of {cache.dtype}; the kernel loads words of 32 bits, which hold {packing} each"
-            )
-    if any(scale is not None and (scale.shape[1] > 1 or scale.shape[2] > 1) for scale in scales):
-        return "a scale for each slot; the kernel takes one scale, or one for each head"
     if spec.num_splits is not None and spec.num_splits > 1:
         return f"num_splits is {spec.num_splits}; the kernel does not split the keys of a sequence"
     return None
+
+
+def has_slots(scale: Any) -> bool:
+    """Whether a scale [b?,p?,s?,g?] differs between slots."""
+    return scale is not None and (scale.shape[1] > 1 or scale.shape[2] > 1)
 
 
 def table_refusal(items: int, table: int) -> str | None:
@@ -65,12 +57,10 @@ def table_refusal(items: int, table: int) -> str | None:
     return None
 
 
-def ragged_refusal(
-    spec: CacheSpec, target: Target, x: Any, q: Any, pages: Any, scales: Sequence[Any] = (), latent: int = 0
-) -> str | None:
+def ragged_refusal(spec: CacheSpec, target: Target, x: Any, q: Any, pages: Any, latent: int = 0) -> str | None:
     """Why the kernels cannot run a step with the tables x, queries q [b,t,h,d] and pages [b?,p,s,…,d], or None."""
     (b, t, _, _), (_, n, columns) = q.shape, x.block_tables.shape
-    if reason := refusal(spec, target, q, _of_pool(pages), pages.shape[2], scales):
+    if reason := refusal(spec, target, q, _of_pool(pages), pages.shape[2]):
         return reason
     if not (sizes := ragged_sizes(spec, x, q, pages, latent)):
         return VECTOR_MEMORY
@@ -89,10 +79,11 @@ def ragged_sizes(spec: CacheSpec, x: Any, q: Any, pages: Any, latent: int = 0) -
         [1] if alone else [tokens for tokens in TOKENS if tokens == min(TOKENS) or tokens * group <= MOST_ROWS_OF_TILE]
     )
     most = x.block_tables.shape[2] * page
+    scales = [getattr(x, name, None) for name in ("k_scale", "v_scale")]
     return [
         (tokens, keys // page)
         for tokens in sizes
-        for keys in keys_of_blocks(q, _of_pool(pages), rows_of_tile(tokens, group), page, most, latent)
+        for keys in keys_of_blocks(q, _of_pool(pages), rows_of_tile(tokens, group), page, most, latent, scales)
     ][:WORTH_TIMING]
 
 
@@ -102,14 +93,22 @@ def _of_pool(pages: Any) -> list[tuple[Any, int]]:
 
 
 def keys_of_blocks(
-    q: Any, caches: Sequence[tuple[Any, int]], rows: int, unit: int, most: int, latent: int = 0
+    q: Any,
+    caches: Sequence[tuple[Any, int]],
+    rows: int,
+    unit: int,
+    most: int,
+    latent: int = 0,
+    scales: Sequence[Any] = (),
 ) -> list[int]:
     """The keys per block worth measuring for tiles of `rows` rows: multiples of `unit`, the most promising first.
 
     A sequence has at most `most` keys. The list is empty if not even `unit` keys fit into vector memory.
     """
     sizes = dict.fromkeys(max(1, min(keys, most) // unit) * unit for keys in KEYS)
-    fitting = [keys for keys in sizes if vector_bytes(q, caches, rows, keys, latent) <= BLOCK_BYTES]
+    of_scales = sum(map(has_slots, scales)) * bytes_of_scale(_heads(caches, latent), rows, piece_of(unit))
+    taken = lambda keys: vector_bytes(q, caches, rows, keys, latent) + keys * of_scales
+    fitting = [keys for keys in sizes if taken(keys) <= BLOCK_BYTES]
     likely = LIKELY_BYTES / bytes_of_key(caches)
     return sorted(fitting, key=lambda keys: abs(math.log2(max(keys, 1) / likely)))[:WORTH_TIMING]
 
@@ -117,6 +116,15 @@ def keys_of_blocks(
 def bytes_of_key(caches: Sequence[tuple[Any, int]]) -> int:
     """The bytes of one key and its value in vector memory, for all heads."""
     return sum(rows * _lanes(cache.shape[-1]) * cache.dtype.itemsize for cache, rows in caches)
+
+
+def bytes_of_scale(heads: int, rows: int, piece: int) -> int:
+    """Bytes of vector memory, for each key of a block, of scales that differ between slots.
+
+    Two blocks in pieces of whole registers, the same by heads, and weights of `rows` rows times scales.
+    """
+    padded = -(-heads // SUBLANES) * SUBLANES
+    return 4 * (2 * padded * LANES // piece + padded + SUBLANES * heads + 3 * rows)
 
 
 def vector_bytes(q: Any, caches: Sequence[tuple[Any, int]], rows: int, keys: int, latent: int = 0) -> int:

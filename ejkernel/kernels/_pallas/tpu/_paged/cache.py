@@ -1,9 +1,12 @@
 """The layout of caches: pieces of pages are copied to vector memory unchanged, and rows of a head are loaded there.
 
-A cache [pieces, s, rows, features] has a row for each head of a slot: of keys, of values, or of both alternately. Rows
+A cache [pages, s, rows, features] has a row for each head of a slot: of keys, of values, or of both alternately. Rows
 of 16 or 8 bits are packed, two or four to a word of 32 bits, as strided loads of the vector unit are of such words:
 
     word (slot · rows + row) // packing holds the features of a row from bit (row % packing) · 32 / packing on
+
+If the rows of a slot do not fill registers, XLA keeps an array of this shape with the slots of a row side by side, and
+the kernel takes it so, as [pages, rows, s, features]: a row is then loaded without a stride, whatever its features.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,10 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
+SUBLANES = 8
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Cache:
         rows: rows of a slot, one per head of keys or values.
         features: features of a row.
         dtype: the stored dtype.
+        pieces_of_page: pieces of a page.
+        pool: pieces of a pool if each batch element has its own; 0 if they share one.
     """
 
     piece: int
@@ -36,6 +43,8 @@ class Cache:
     rows: int
     features: int
     dtype: Any
+    pieces_of_page: int = 1
+    pool: int = 0
 
     @property
     def slots(self) -> int:
@@ -48,9 +57,15 @@ class Cache:
         return 4 // np.dtype(self.dtype).itemsize
 
     @property
+    def by_rows(self) -> bool:
+        """Whether the slots of a row are side by side, rather than the rows of a slot."""
+        fills = self.rows % SUBLANES == 0 or (self.rows in (2, 4) and self.rows % self.packing == 0)
+        return not fills or (self.features > LANES and self.features % LANES > 0)
+
+    @property
     def parts(self) -> list[slice]:
-        """The features in parts of 128, the widest that a strided load takes; a single row per slot is one part."""
-        if self.rows == 1:
+        """The features in parts of 128, the widest that a strided load takes; without strides they are one part."""
+        if self.by_rows:
             return [slice(0, self.features)]
         return [slice(n, min(n + LANES, self.features)) for n in range(0, self.features, LANES)]
 
@@ -60,18 +75,25 @@ class Cache:
         return self.parts[0].stop
 
     def stored(self, cache: jax.Array) -> jax.Array:
-        """Pages [..., slots of a page, rows, features] cut into pieces, without the axis of rows if that is 1."""
-        rows = () if self.rows == 1 else (self.rows,)
-        return cache.reshape(-1, self.piece, *rows, self.features)
+        """Pages [..., slots of a page, rows, features] cut into pieces [n,s,rows,·], or by rows [pages,rows,n,s,·]."""
+        if not self.by_rows:
+            return cache.reshape(-1, self.piece, self.rows, self.features)
+        pages = cache.reshape(-1, self.pieces_of_page * self.piece, self.rows, self.features).swapaxes(1, 2)
+        return pages.reshape(-1, self.rows, self.pieces_of_page, self.piece, self.features)
 
     def buffers(self, count: int) -> Any:
         """Vector memory for `count` blocks; the parts of the features are stored one after the other."""
-        rows = () if self.rows == 1 else (self.rows,)
-        return pltpu.VMEM((count, len(self.parts), self.slots, *rows, self.width), self.dtype)
+        if self.by_rows:
+            return pltpu.VMEM((count, self.rows, self.slots, self.features), self.dtype)
+        return pltpu.VMEM((count, len(self.parts), self.slots, self.rows, self.width), self.dtype)
 
     def copies(self, stored: Any, buffer: Any, semaphore: Any, slot: Any, piece: Any, place: Any) -> Iterator[Any]:
         """The copies of a piece of the cache to its place in the block of a buffer."""
         slots = pl.ds(pl.multiple_of(place * self.piece, self.piece), self.piece)
+        if self.by_rows:
+            page, part = lax.div(piece, self.pieces_of_page), lax.rem(piece, self.pieces_of_page)
+            yield pltpu.make_async_copy(stored.at[page, :, part], buffer.at[slot, :, slots], semaphore.at[slot])
+            return
         for number, part in enumerate(self.parts):
             whole = len(self.parts) == 1
             features = pl.ds(part.start, part.stop - part.start)
@@ -86,9 +108,9 @@ class Cache:
         found = {}
 
         def load(row: int, part: int) -> jax.Array:
-            if self.rows == 1 or self.packing == 1:
+            if self.by_rows or self.packing == 1:
                 if (row, part) not in found:
-                    x = buffer[slot, part] if self.rows == 1 else self._strided(buffer.at[slot, part], row, 1)
+                    x = buffer[slot, row] if self.by_rows else self._strided(buffer.at[slot, part], row, 1)
                     found[row, part] = jnp.where(visible, x.astype(jnp.float32), 0).astype(dtype)
                 return found[row, part]
             word, place = divmod(row, self.packing)

@@ -12,8 +12,8 @@ from .problem import Problem
 from .work import WorkItem
 
 
-def for_copies(caches, buffers, semaphores, table, problem: Problem, item: WorkItem, block, slot, act: Callable):
-    """Calls `act(copy)` for the pieces of a block that hold visible keys of a work item."""
+def for_copies(stored, buffers, semaphores, table, problem: Problem, item: WorkItem, block, slot, act: Callable):
+    """Calls `act(copy)` for the pieces of a block that hold visible keys of a work item, and for their scales."""
     begin = (lax.div(item.first, problem.keys) + block) * problem.caches[0].pieces
     start, stop = _pieces(item, block, problem)
 
@@ -24,9 +24,10 @@ def for_copies(caches, buffers, semaphores, table, problem: Problem, item: WorkI
         else:
             page = table[item.sequence * problem.columns + lax.div(column, problem.pieces)]
             page = jnp.clip(page, 0, problem.pages - 1)
-            where = item.batch * problem.pool + page * problem.pieces + lax.rem(column, problem.pieces)
-        for cache, stored, buffer, semaphore in zip(problem.caches, caches, buffers, semaphores, strict=True):
-            for copy in cache.copies(stored, buffer, semaphore, slot, where, place):
+            where = page * problem.pieces + lax.rem(column, problem.pieces)
+        for layout, source, buffer, semaphore in zip(problem.copied, stored, buffers, semaphores, strict=True):
+            piece = item.batch * layout.pool + where if layout.pool else where
+            for copy in layout.copies(source, buffer, semaphore, slot, piece, place):
                 act(copy)
         return carry
 
@@ -41,7 +42,7 @@ def _pieces(item: WorkItem, block, problem: Problem) -> tuple[Any, Any]:
     return jnp.maximum(first - begin, 0), jnp.minimum(stop - begin, pieces)
 
 
-def wait(caches, buffers, semaphores, table, problem: Problem, item: WorkItem, block, slot):
+def wait(stored, buffers, semaphores, table, problem: Problem, item: WorkItem, block, slot):
     """Waits for the copies of a block, all at once if every piece is copied: a semaphore counts bytes."""
     start, stop = _pieces(item, block, problem)
     is_whole = stop - start == problem.caches[0].pieces
@@ -53,4 +54,4 @@ def wait(caches, buffers, semaphores, table, problem: Problem, item: WorkItem, b
 
     @pl.when(jnp.logical_not(is_whole))
     def _():
-        for_copies(caches, buffers, semaphores, table, problem, item, block, slot, lambda copy: copy.wait())
+        for_copies(stored, buffers, semaphores, table, problem, item, block, slot, lambda copy: copy.wait())

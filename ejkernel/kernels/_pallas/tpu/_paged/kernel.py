@@ -37,6 +37,7 @@ def attend(items: jax.Array, x: Inputs, problem: Problem, name: str) -> Outputs:
         pltpu.VMEM((heads, len(cache.parts), cache.slots, cache.width), x.q.dtype)
         for cache in (problem.caches[0], problem.caches[-1])
     ]
+    scales = tuple(vmem((heads, 1, problem.keys)) for _ in problem.scales)
     specs = Inputs(
         pl.BlockSpec((None, heads, rows, features), of_tile),
         tuple(in_hbm for _ in x.caches),
@@ -44,6 +45,7 @@ def attend(items: jax.Array, x: Inputs, problem: Problem, name: str) -> Outputs:
         None if x.drafts is None else pl.BlockSpec((None, *x.drafts.shape[1:]), of_lse),
         None if x.k_scale is None else in_smem,
         None if x.v_scale is None else in_smem,
+        tuple(in_hbm for _ in x.scales),
     )
     return pl.pallas_call(
         partial(_kernel, problem=problem, scalars=len(scalars)),
@@ -62,10 +64,11 @@ def attend(items: jax.Array, x: Inputs, problem: Problem, name: str) -> Outputs:
                     vmem((heads, rows, LANES)),
                     vmem((heads, rows, LANES)),
                     vmem((heads, rows, values)),
+                    scales,
                     *(sorted_by_heads if heads_at_once(heads, rows) < heads else ()),
                 ),
-                tuple(cache.buffers(BUFFERS) for cache in problem.caches),
-                tuple(pltpu.SemaphoreType.DMA((BUFFERS,)) for _ in problem.caches),
+                tuple(layout.buffers(BUFFERS) for layout in problem.copied),
+                tuple(pltpu.SemaphoreType.DMA((BUFFERS,)) for _ in problem.copied),
             ],
         ),
         out_shape=[
@@ -84,7 +87,7 @@ def _kernel(*refs, problem: Problem, scalars: int):
     step, count = pl.program_id(0), count_of(items)
     item = item_at(items, step)
     blocks = blocks_of(item.first, item.stop, problem.keys)
-    copying = x.caches, buffers, semaphores, tables[0] if tables else None, problem
+    copying = (*x.caches, *x.scales), buffers, semaphores, tables[0] if tables else None, problem
 
     def start(number, block, slot):
         @pl.when(number < count)

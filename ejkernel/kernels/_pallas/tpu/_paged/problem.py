@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from ejkernel.primitives._pages import CacheSpec
 
 from .cache import Cache
+from .scales import SlotScales
 
 
 class Inputs(NamedTuple):
@@ -13,11 +14,11 @@ class Inputs(NamedTuple):
 
     Attributes:
         q: query tiles [tiles, g, m, d], in the order of `tiles.tiles_of`.
-        caches: one of latents, one of alternating keys and values, or one of each, [pieces, s, rows, features], without
-            the axis of rows if that is 1.
+        caches: one of latents, one of alternating keys and values, or one of each, as `Cache.stored` gives them.
         sinks: [b?, g, m, 128] float32: the logsumexp of the sinks of each row, the same in all lanes.
         drafts: [tiles, m, w] bfloat16: 1 where a row sees the new token w of its sequence, else 0.
-        k_scale, v_scale: factors of keys and values [b?, g?] float32.
+        k_scale, v_scale: factors of keys and values [b?, g?] float32, if they are the same for all slots.
+        scales: factors of slots, for each of the problem's `scales`, [pieces, g, s] float32.
         table: block tables, row after row; None if the pieces of a sequence are contiguous.
     """
 
@@ -27,6 +28,7 @@ class Inputs(NamedTuple):
     drafts: Any = None
     k_scale: Any = None
     v_scale: Any = None
+    scales: tuple[Any, ...] = ()
     table: Any = None
 
 
@@ -40,12 +42,14 @@ class Outputs(NamedTuple):
 class State(NamedTuple):
     """The online softmax in float32: m and l [g, m, 128], the same in all lanes, and a [g, m, e].
 
-    For large tiles also the keys and values of a block, sorted by heads: [g, parts, keys, width].
+    For large tiles also the keys and values of a block, sorted by heads: [g, parts, keys, width]. And the scales of the
+    slots of a block, for each of the problem's `scales`: [g, 1, keys].
     """
 
     maximum: Any
     total: Any
     weighted: Any
+    scales: tuple[Any, ...] = ()
     keys: Any = None
     values: Any = None
 
@@ -62,7 +66,7 @@ class Problem:
         columns: pages of a row of the block tables, or, without these, pieces of a sequence.
         pages: pages of a pool.
         pieces: pieces of a page.
-        pool: pieces of a pool if each batch element has its own; 0 if they share one.
+        scales: the layout of the scales that differ between slots.
         latent: the number of first features of a key that are its value; 0 if values are stored.
     """
 
@@ -73,13 +77,18 @@ class Problem:
     columns: int
     pages: int = 0
     pieces: int = 1
-    pool: int = 0
+    scales: tuple[SlotScales, ...] = ()
     latent: int = 0
 
     @property
     def keys(self) -> int:
         """Keys of a block."""
         return self.caches[0].slots
+
+    @property
+    def copied(self) -> tuple[Cache | SlotScales, ...]:
+        """The layouts of all that is copied for a block."""
+        return *self.caches, *self.scales
 
     @property
     def rows_of_head(self) -> int:

@@ -20,6 +20,7 @@ from . import piece_of
 from .cache import Cache
 from .kernel import attend
 from .problem import Inputs, Problem
+from .scales import of_heads, slot_scales
 from .tiles import tile_of_sinks, tiles_of, tiles_of_drafts, tokens_of
 from .work import listed
 
@@ -83,7 +84,7 @@ def ragged(
         x: the tables of the step, sinks and drafts.
         q: [b,t,h,d].
         pages: [b?,p,s,g,2,d], alternating keys and values, or with `latent` [b?,p,s,d].
-        scales: the scales of keys and of values, [b?,1,1,g?] float32 or None.
+        scales: the scales of keys and of values, [b?,p?,s?,g?] float32 or None.
         spec: what is computed.
         config: a config with `queries_per_block` and `pages_per_block`.
         name: the name of the kernels.
@@ -93,19 +94,22 @@ def ragged(
     (_, t, h, d), (_, count, size, rows, _) = q.shape, pages.shape
     columns, g = x.block_tables.shape[2], 1 if latent else rows // 2
     step = step_of(x, t, size, spec)
-    piece = piece_of(size)
-    cache = Cache(piece, config.pages_per_block * (size // piece), rows, d, pages.dtype)
-    pool = count * (size // piece) if pages.shape[0] > 1 else 0
-    stored, table = (cache.stored(pages),), x.block_tables.reshape(-1)
-    scales = [None if scale is None else scale[:, 0, 0] for scale in scales]
+    piece, table = piece_of(size), x.block_tables.reshape(-1)
+    pieces = size // piece
+    sizes, pool = dict(piece=piece, pieces=config.pages_per_block * pieces), count * pieces
+    own = pool if pages.shape[0] > 1 else 0
+    cache = Cache(**sizes, rows=rows, features=d, dtype=pages.dtype, pieces_of_page=pieces, pool=own)
+    of_slots = slot_scales(scales, **sizes, heads=g, pool=pool)
+    layouts = tuple(layout for layout, _ in of_slots)
+    stored = (cache.stored(pages),), tuple(layout.stored(scale, count, size) for layout, scale in of_slots)
 
     def over(queries: Queries, tokens: int, kind: str, **fields: Any) -> list[Array]:
         """o and lse of queries [n,h,d] in tiles of `tokens` tokens, from the fields of their work items."""
         q, drafts = queries.q, tiles_of_drafts(queries.drafts, h // g, tokens)
-        problem = Problem(spec, (cache,), h // g, tokens, columns, count, size // piece, pool, latent)
+        problem = Problem(spec, (cache,), h // g, tokens, columns, count, pieces, layouts, latent)
         items = listed(problem.keys, **fields)
-        tile = tiles_of(q, g, tokens), stored, tile_of_sinks(x.sinks, g, tokens), drafts
-        given = Inputs(*tile, *scales, table)
+        tile = tiles_of(q, g, tokens), stored[0], tile_of_sinks(x.sinks, g, tokens), drafts
+        given = Inputs(*tile, *map(of_heads, scales), stored[1], table)
         return [tokens_of(a, q.shape[0], h // g, tokens) for a in attend(items, given, problem, f"{name}_{kind}")]
 
     queries, tokens = Queries(q, getattr(x, "draft_mask", None)), config.queries_per_block

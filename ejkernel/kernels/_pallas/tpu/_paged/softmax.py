@@ -9,10 +9,13 @@ and in the end o = a / l, lse = m + log l, where the sinks enter l as one more l
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from ..flash_attention.tiles import MASKED, contract, tanh
 from .cache import LANES
@@ -42,12 +45,15 @@ def accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, pr
     if x.drafts is not None:
         is_visible &= _is_visible_to_any(visible, item, problem)
     loaders = [
-        cache.loader(buffer, slot, is_visible, x.q.dtype) for cache, buffer in zip(problem.caches, buffers, strict=True)
+        cache.loader(buffer, slot, is_visible, x.q.dtype)
+        for cache, buffer in zip(problem.caches, buffers[: len(problem.caches)], strict=True)
     ]
+    scales = _scales_of_columns(buffers, slot, state, problem)
 
     def of_head(g, keys, values):
-        factor = _factor(x.k_scale, item, g, problem.spec.softmax_scale)
-        _accumulate_head(x.q, state, g, keys, values, visible, factor, problem)
+        columns = {of: scale[g] for of, scale in scales.items()}
+        factor = _factor(x.k_scale, item, g, problem.spec.softmax_scale) * columns.get("keys", 1)
+        _accumulate_head(x.q, state, g, keys, values, visible, factor, columns.get("values"), problem)
 
     of_keys = lambda g, part: loaders[0](g * problem.rows_of_head, part)
     of_values = lambda g, part: loaders[-1]((g + 1) * problem.rows_of_head - 1, part)
@@ -72,8 +78,23 @@ def accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, pr
     lax.fori_loop(0, heads // count, of_heads, 0)
 
 
-def _accumulate_head(q, state: State, g, keys: Callable, values: Callable, visible, factor, problem: Problem):
-    """Updates the online softmax of head g; `keys(part)` and `values(part)` load a part of the features."""
+def _scales_of_columns(buffers, slot, state: State, problem: Problem) -> dict[str, Any]:
+    """The scales of slots of a block as refs [g, 1, keys], by whose they are, for a loop over heads."""
+    found = {}
+    for scale, buffer, rows in zip(problem.scales, buffers[len(problem.caches) :], state.scales, strict=True):
+        columns = scale.columns(buffer, slot)
+        for g in range(scale.heads):
+            rows[g] = columns[g : g + 1]
+        found |= dict.fromkeys(scale.of, rows)
+    return found
+
+
+def _accumulate_head(q, state: State, g, keys: Callable, values: Callable, visible, factor, v_scale, problem: Problem):
+    """Updates the online softmax of head g; `keys(part)` and `values(part)` load a part of the features.
+
+    The factor of the logits, and `v_scale`, which may be None, of the weights may differ between columns. Either may be
+    NaN where a slot is not visible.
+    """
     rows, softcap = q.shape[1], problem.spec.softcap
     products = [contract(q[g, :, part], keys(n), (1, 1)) for n, part in enumerate(problem.caches[0].parts)]
     s = sum(products[1:], products[0]) * factor
@@ -86,9 +107,23 @@ def _accumulate_head(q, state: State, g, keys: Callable, values: Callable, visib
     total = state.total[g, :, :1] * rescale + jnp.sum(weights, axis=1, keepdims=True)
     state.maximum[g] = jnp.broadcast_to(maximum, (rows, LANES))
     state.total[g] = jnp.broadcast_to(total, (rows, LANES))
+    if v_scale is not None:
+        weights = jnp.where(visible, weights * v_scale, 0)
+        weights = weights if q.dtype == jnp.float32 else jnp.concatenate(_in_two(weights))
     for n, part in enumerate(problem.value_parts):
         product = contract(weights.astype(q.dtype), values(n), (1, 0))
+        product = sum((product[m : m + rows] for m in range(rows, weights.shape[0], rows)), product[:rows])
         state.weighted[g, :, part] = state.weighted[g, :, part] * rescale + product
+
+
+def _in_two(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Weights as a sum of their first 8 bits, which bfloat16 holds, and the rest, for a product of twice the rows.
+
+    Rounded to bfloat16 once, weights times scales would add an error as large as the rounding of the result: even the
+    largest weight, which without a scale is exactly 1, would be rounded.
+    """
+    first = pltpu.bitcast(pltpu.bitcast(weights, jnp.int32) & np.int32(-1 << 16), jnp.float32)
+    return first, weights - first
 
 
 def _visible(drafts, item: WorkItem, begin, rows: int, problem: Problem) -> jax.Array:
