@@ -119,6 +119,8 @@ def test_llama(request, generation, operation, page, tokens):
         (dict(d=192), {}),
         (dict(h=32, g=32), {}),
         (dict(dtype="float32"), {}),
+        (dict(dtype="float16"), {}),
+        (dict(dtype="float16", pages="int8", k_scale=array((), jnp.float32)), {}),
         (dict(pages="int8", k_scale=array((), jnp.float32), v_scale=array((8,), jnp.float32)), {}),
         (dict(pages="float8_e4m3fn"), {}),
         (dict(h=24, sinks=array((24, 2), jnp.float32)), dict(window=1000, softcap=30.0)),

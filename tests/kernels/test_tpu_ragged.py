@@ -54,6 +54,7 @@ from .tpu_paged import check, prepared, rubbish, slow, step, without, writing
             id="alone, scales of slots",
         ),
         pytest.param(dict(h=6, g=3, dtype="bfloat16"), (8, 2), {}, marks=slow, id="three heads"),
+        pytest.param(dict(h=4, dtype="float16", drafts=3), (8, 2), dict(window=9), marks=slow, id="float16"),
         pytest.param(dict(h=6, g=3, d=192, pages="int8", scales=(3,)), (8, 2), {}, marks=slow, id="192 features"),
     ],
 )
@@ -93,6 +94,7 @@ def test_any_number_of_sequences(count):
         pytest.param(dict(g=1, h=4, lengths=(1, 1, 1, 1, 1, 1)), (8, 1), {}, marks=slow, id="decode"),
         pytest.param(dict(lengths=(0, 0, 0, 30, 0, 0)), (8, 1), {}, marks=slow, id="prefill"),
         pytest.param(dict(h=6, g=3, dtype="bfloat16"), (8, 2), {}, marks=slow, id="three heads"),
+        pytest.param(dict(h=4, dtype="float16"), (8, 2), {}, marks=slow, id="float16"),
     ],
 )
 def test_ragged_page_attention_v3(sizes, config, options):

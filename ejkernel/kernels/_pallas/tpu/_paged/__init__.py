@@ -34,15 +34,29 @@ def refusal(spec: CacheSpec, target: Target, q: Any, caches: Sequence[tuple[Any,
     """Why the kernel cannot run on queries [..., d] and caches, given with the rows of a slot, or None."""
     if target.platform != "tpu":
         return f"Mosaic runs on tpu, not on {target.platform}"
-    if q.dtype.name not in ("bfloat16", "float32"):
-        return f"q is {q.dtype}; the matrix unit takes bfloat16 and float32"
+    if q.dtype.name not in ("bfloat16", "float16", "float32"):
+        return f"q is {q.dtype}; the kernel takes bfloat16, float16 and float32"
     if 0 in q.shape or any(0 in cache.shape for cache, _ in caches):
         return "no tokens, heads, features or slots"
     if page % SUBLANES:
         return f"pages of {page} slots; the kernel takes multiples of {SUBLANES}"
+    for cache, rows in caches:
+        if cache.dtype.name == "float16" and is_by_rows(rows, features := cache.shape[-1], cache.dtype):
+            return f"a slot has {rows} rows of {features} float16, which Mosaic does not have: XLA would copy the cache"
     if spec.num_splits is not None and spec.num_splits > 1:
         return f"num_splits is {spec.num_splits}; the kernel does not split the keys of a sequence"
     return None
+
+
+def is_by_rows(rows: int, features: int, dtype: Any) -> bool:
+    """Whether the kernel takes a cache with the slots of a row side by side, rather than the rows of a slot."""
+    fills = rows % SUBLANES == 0 or (rows in (2, 4) and rows * dtype.itemsize % 4 == 0)
+    return not fills or (features > LANES and features % LANES > 0)
+
+
+def bytes_of_number(q: Any) -> int:
+    """Bytes of a number in products with the queries: the matrix unit takes bfloat16, and float32 for all others."""
+    return 2 if q.dtype.name == "bfloat16" else 4
 
 
 def has_slots(scale: Any) -> bool:
@@ -133,9 +147,9 @@ def vector_bytes(q: Any, caches: Sequence[tuple[Any, int]], rows: int, keys: int
     With `latent`, that many of the first features of a key are its value.
     """
     heads, d, e = _heads(caches, latent), _lanes(caches[0][0].shape[-1]), _lanes(latent or caches[-1][0].shape[-1])
-    tiles = 2 * heads * rows * (q.dtype.itemsize * (d + e) + 4 * LANES)
+    tiles = 2 * heads * rows * (bytes_of_number(q) * (d + e) + 4 * LANES)
     sums = 4 * heads * rows * (2 * LANES + e)
-    by_heads = heads * keys * (d if latent else d + e) * q.dtype.itemsize
+    by_heads = heads * keys * (d if latent else d + e) * bytes_of_number(q)
     return 2 * keys * bytes_of_key(caches) + by_heads + tiles + sums + 3 * 4 * rows * keys
 
 

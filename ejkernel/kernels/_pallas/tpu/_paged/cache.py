@@ -5,6 +5,8 @@ of 16 or 8 bits are packed, two or four to a word of 32 bits, as strided loads o
 
     word (slot · rows + row) // packing holds the features of a row from bit (row % packing) · 32 / packing on
 
+Mosaic has no float16: such a cache is copied as bfloat16, and numbers are made of the bits.
+
 If the rows of a slot do not fill registers, XLA keeps an array of this shape with the slots of a row side by side, and
 the kernel takes it so, as [pages, rows, s, features]: a row is then loaded without a stride, whatever its features.
 """
@@ -20,8 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from . import is_by_rows
+
 LANES = 128
-SUBLANES = 8
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,14 @@ class Cache:
         return 4 // np.dtype(self.dtype).itemsize
 
     @property
+    def copied_as(self) -> Any:
+        """The dtype as which the kernel has the cache."""
+        return jnp.bfloat16 if self.dtype == jnp.float16 else self.dtype
+
+    @property
     def by_rows(self) -> bool:
         """Whether the slots of a row are side by side, rather than the rows of a slot."""
-        fills = self.rows % SUBLANES == 0 or (self.rows in (2, 4) and self.rows % self.packing == 0)
-        return not fills or (self.features > LANES and self.features % LANES > 0)
+        return is_by_rows(self.rows, self.features, self.dtype)
 
     @property
     def parts(self) -> list[slice]:
@@ -76,16 +83,18 @@ class Cache:
 
     def stored(self, cache: jax.Array) -> jax.Array:
         """Pages [..., slots of a page, rows, features] cut into pieces [n,s,rows,·], or by rows [pages,rows,n,s,·]."""
-        if not self.by_rows:
-            return cache.reshape(-1, self.piece, self.rows, self.features)
-        pages = cache.reshape(-1, self.pieces_of_page * self.piece, self.rows, self.features).swapaxes(1, 2)
-        return pages.reshape(-1, self.rows, self.pieces_of_page, self.piece, self.features)
+        if self.by_rows:
+            pages = cache.reshape(-1, self.pieces_of_page * self.piece, self.rows, self.features).swapaxes(1, 2)
+            pieces = pages.reshape(-1, self.rows, self.pieces_of_page, self.piece, self.features)
+        else:
+            pieces = cache.reshape(-1, self.piece, self.rows, self.features)
+        return lax.bitcast_convert_type(pieces, self.copied_as)
 
     def buffers(self, count: int) -> Any:
         """Vector memory for `count` blocks; the parts of the features are stored one after the other."""
         if self.by_rows:
-            return pltpu.VMEM((count, self.rows, self.slots, self.features), self.dtype)
-        return pltpu.VMEM((count, len(self.parts), self.slots, self.rows, self.width), self.dtype)
+            return pltpu.VMEM((count, self.rows, self.slots, self.features), self.copied_as)
+        return pltpu.VMEM((count, len(self.parts), self.slots, self.rows, self.width), self.copied_as)
 
     def copies(self, stored: Any, buffer: Any, semaphore: Any, slot: Any, piece: Any, place: Any) -> Iterator[Any]:
         """The copies of a piece of the cache to its place in the block of a buffer."""
@@ -132,6 +141,8 @@ def unpacked(words: jax.Array, place: int, dtype: Any) -> jax.Array:
     """The values packed at index `place` in 32-bit words, as float32."""
     if dtype == jnp.bfloat16:
         return _float32(words << 16 if place == 0 else words & np.int32(-1 << 16))
+    if dtype == jnp.float16:
+        return _of_half(words >> (16 * place))
     signed = (words << (24 - 8 * place)) >> 24
     if dtype == jnp.int8:
         return signed.astype(jnp.float32)
@@ -141,6 +152,14 @@ def unpacked(words: jax.Array, place: int, dtype: Any) -> jax.Array:
     size = jnp.where(bits < 8, bits.astype(jnp.float32) * 2.0**-9, _float32(bits << 20) * 2.0**120)
     size = jnp.where(bits == 127, np.float32(np.nan), size)
     return jnp.where(signed < 0, -size, size)
+
+
+def _of_half(words: jax.Array) -> jax.Array:
+    """The float16 in the last 16 bits of words: 5 bits of exponent with bias 15, 10 bits of mantissa."""
+    bits = words & 0x7FFF
+    size = jnp.where(bits < 1024, bits.astype(jnp.float32) * 2.0**-24, _float32(bits << 13) * 2.0**112)
+    size = jnp.where(bits < 0x7C00, size, jnp.where(bits == 0x7C00, np.float32(np.inf), np.float32(np.nan)))
+    return jnp.where(words & 0x8000 != 0, -size, size)
 
 
 def _float32(words: jax.Array) -> jax.Array:

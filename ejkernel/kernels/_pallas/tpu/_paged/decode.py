@@ -69,4 +69,5 @@ def decode(
         scales=tuple(layout.stored(scale, problem.pages, slots) for layout, scale in scales),
         table=None if block_tables is None else block_tables.reshape(-1),
     )
-    return tuple(tokens_of(a, n, group, 1) for a in attend(items, given, problem, name))
+    o, lse = (tokens_of(a, n, group, 1) for a in attend(items, given, problem, name))
+    return o.astype(q.dtype), lse

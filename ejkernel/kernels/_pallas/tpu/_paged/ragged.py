@@ -115,7 +115,7 @@ def ragged(
     queries, tokens = Queries(q, getattr(x, "draft_mask", None)), config.queries_per_block
     found = _each_alone(queries, step, over) if tokens == 1 else _in_tiles(queries, step, tokens, over)
     valid = step.valid[..., None]
-    return jnp.where(valid[..., None], found[0], 0), jnp.where(valid, found[1], -jnp.inf)
+    return jnp.where(valid[..., None], found[0], 0).astype(q.dtype), jnp.where(valid, found[1], -jnp.inf)
 
 
 def _each_alone(queries: Queries, step: Step, over: Callable) -> list[Array]:

@@ -9,7 +9,11 @@ from .cache import LANES
 
 
 def tiles_of(q: Array, heads: int, tokens: int) -> Array:
-    """[n,h,d] → [tiles, g, m, d]: row i·(h / g) + r of head g is head r of its group, of token i of the tile."""
+    """[n,h,d] → [tiles, g, m, d]: row i·(h / g) + r of head g is head r of its group, of token i of the tile.
+
+    In float32 for float16, which the matrix unit does not take.
+    """
+    q = q.astype(jnp.float32) if q.dtype == jnp.float16 else q
     n, group = q.shape[0], q.shape[1] // heads
     q = jnp.pad(q, ((0, -n % tokens), (0, 0), (0, 0)))
     tiles = q.reshape(-1, tokens, heads, group, q.shape[2]).swapaxes(1, 2)

@@ -24,9 +24,11 @@ def write(x: Any, step: Step, name: str) -> Array:
     (b, pages, size, g, _, d), t = x.kv_pages.shape, x.k.shape[1]
     slot, slots = _destinations(x.block_tables, step, pages, size)
     new = jnp.stack([x.k, x.v], axis=3).reshape(b * t, 2 * g, d)
-    pool = x.kv_pages.reshape(b * pages, size, 2 * g, d)
+    pool, dtype = x.kv_pages.reshape(b * pages, size, 2 * g, d), x.kv_pages.dtype
+    if dtype == jnp.float16:  # which Mosaic does not have
+        new, pool = (lax.bitcast_convert_type(a, jnp.bfloat16) for a in (new, pool))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
+    written = pl.pallas_call(
         partial(_kernel, tokens=b * t, size=size),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -38,7 +40,8 @@ def write(x: Any, step: Step, name: str) -> Array:
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         input_output_aliases={3: 0},
         name=name,
-    )(slot, slots, new, pool).reshape(x.kv_pages.shape)
+    )(slot, slots, new, pool)
+    return lax.bitcast_convert_type(written, dtype).reshape(x.kv_pages.shape)
 
 
 def _destinations(block_tables: Array, step: Step, pages: int, size: int) -> tuple[Array, Array]:
