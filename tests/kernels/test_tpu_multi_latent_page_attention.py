@@ -60,7 +60,10 @@ def test_numbers(sizes, config, options):
     check(NAME, with_nan, config_of(*config), wanted, x, return_lse=True, **options)
 
 
-@pytest.mark.parametrize("pages, dtype", [("float8_e4m3fn", "bfloat16"), pytest.param("int8", "float32", marks=slow)])
+@pytest.mark.parametrize(
+    "pages, dtype",
+    [("float8_e4m3fn", "bfloat16"), ("int8", "float16"), pytest.param("int8", "float32", marks=slow)],
+)
 @pytest.mark.parametrize("scale", [pytest.param(None, marks=slow), ()], ids=str)
 def test_quantised_pages(pages, dtype, scale):
     x = step(pages=pages, dtype=dtype)

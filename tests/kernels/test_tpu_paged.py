@@ -179,13 +179,11 @@ def test_under_vmap(operation):
 
 
 @slow
-@pytest.mark.parametrize(
-    "own", [{"k_scale"}, {"k_pages", "v_scale"}, {"k_pages", "v_pages", "k_scale", "v_scale"}], ids=str
-)
+@pytest.mark.parametrize("own", ("k_scale", "k_pages v_scale", "k_pages v_pages k_scale v_scale"))
 def test_scales_of_slots_under_vmap(own):
     """Each element has a pool or scales of its own, or those of all."""
     x, config = decoding(h=4, dtype="bfloat16", pages="int8", scales="slots"), PageAttentionConfig(16)
-    own = own | {"q", "context_lens", "block_tables"}
+    own = {*own.split(), "q", "context_lens", "block_tables"}
     (first, spec), (second, _) = (
         prepared("page_attention", y, return_lse=True) for y in (x, x | {name: x[name][::-1] for name in own})
     )
