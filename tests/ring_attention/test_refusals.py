@@ -24,6 +24,7 @@ def refused(size=2, q=(1, 8, 2, 8), k=(1, 8, 2, 8), **options):
 
 
 CUTS, IDS = np.array([0, 4]), np.zeros((1, 8), np.int32)
+DROPOUT = dict(dropout_rate=0.5, dropout_key=np.zeros(2, np.uint32))
 WRONG = {
     "there is no axis 'y' here; call it inside jax.shard_map": dict(axis_name="y"),
     r"axis_name is \('x', 'x'\); it must name each mesh axis once": dict(axis_name=("x", "x")),
@@ -50,11 +51,10 @@ WRONG = {
     "all_gather has no causal mask .* use ring, or the layout zigzag": dict(
         strategy="all_gather", layout="striped", causal=True
     ),
-    "dropout draws for the places of a weight .* ulysses alone, not with ring": dict(
-        strategy="ring", dropout_rate=0.5, dropout_key=np.zeros(2, np.uint32)
-    ),
-    "dropout draws .* ulysses alone, .*; ulysses splits heads": dict(
-        size=3, dropout_rate=0.5, dropout_key=np.zeros(2, np.uint32)
+    "dropout draws for the places of a weight .* ulysses alone, not with ring": dict(strategy="ring", **DROPOUT),
+    "dropout draws .* ulysses alone, .*; ulysses splits heads": dict(size=3, **DROPOUT),
+    "dropout is for sequences that are not packed: flash_attention draws for the tokens of each": dict(
+        q=(8, 2, 8), k=(8, 2, 8), cu_seqlens_q=CUTS, cu_seqlens_k=CUTS, **DROPOUT
     ),
     "q_segment_ids is given without kv_segment_ids": dict(q_segment_ids=IDS),
 }

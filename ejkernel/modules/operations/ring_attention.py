@@ -133,7 +133,7 @@ def ring_attention(
             entry n to entry n + 1. q, k and v are then [T, heads, features], o [T, H, V] and lse [H, T].
         cu_seqlens_k: likewise for keys and values; with causal or a window it is to be cu_seqlens_q, the same array.
         dropout_key: a `jax.random.key`, the same on each device of the axis. The kept set is that of flash_attention on
-            the whole sequence; heads and batches of other axes are as there.
+            the whole sequence; heads and batches of other axes are as there. Not with cu_seqlens.
         axis_name: the manual mesh axis, or axes, over which the sequence is sharded.
         layout: which tokens a device has, see `ring_order`. With a causal mask zigzag and striped give each device the
             same work in a ring.
@@ -181,6 +181,9 @@ def ring_attention(
         precision=precision,
     )
     arrays, scale = _arrays(given, size, layout, dict(options, causal=causal, window=window))
+    if packed and "dropout_key" in arrays:
+        rule = "flash_attention draws for the tokens of each sequence; give segment ids, which are of one sequence"
+        raise value_error(NAME, f"dropout is for sequences that are not packed: {rule}", **cuts)
     options |= dict(softmax_scale=scale, config=config_of(NAME, config, FlashAttention.config_class))
     call = Ring(axis_name, size, layout, visible, options)
     chosen, reason = _strategy(strategy, call, arrays)
