@@ -56,7 +56,7 @@ class NamedPrimitive(ABC):
         self.primitive.multiple_results = True
         self.primitive.def_impl(partial(xla.apply_primitive, self.primitive))
         self.primitive.def_abstract_eval(self._abstract_eval)
-        batching.primitive_batchers[self.primitive] = self._batch
+        batching.fancy_primitive_batchers[self.primitive] = self._batch
 
     def bind(
         self,
@@ -78,9 +78,14 @@ class NamedPrimitive(ABC):
     def _abstract_eval(self, *avals: Any, operands, results, spec, config, chooser) -> list[Any]:
         """The types of the results."""
 
+    def _unmapped(self, arrays: Mapping[str, Any], **how: Any) -> tuple[list[Any], list]:
+        """The rule of `jax.vmap` if no operand is mapped: the call as it is."""
+        out = self.bind(arrays, **how)
+        return list(out.values()), [None] * len(out)
+
     @abstractmethod
-    def _batch(self, args, dims, *, operands, results, spec, config, chooser) -> tuple[list[Any], list[int]]:
-        """The rule of `jax.vmap`."""
+    def _batch(self, axis: Any, args, dims, *, operands, results, spec, config, chooser) -> tuple[list[Any], list]:
+        """The rule of `jax.vmap` over an axis, of which JAX gives the name and the size."""
 
 
 class KernelPrimitive(NamedPrimitive):
@@ -157,8 +162,10 @@ class KernelPrimitive(NamedPrimitive):
         pairs = [(name, name + TANGENT) for name in mapped if name + TANGENT in mapped]
         return {name for pair in pairs if any(mapped[name] is not None for name in pair) for name in pair}
 
-    def _batch(self, args, dims, *, operands, results, spec, config, chooser):
+    def _batch(self, axis, args, dims, *, operands, results, spec, config, chooser):
         arrays, mapped = dict(zip(operands, args, strict=True)), dict(zip(operands, dims, strict=True))
+        if all(dim is None for dim in dims):
+            return self._unmapped(arrays, spec=spec, config=config, chooser=chooser, results=results)
         fold = choose(self.table, self.layout, arrays, mapped, results)
         paired = {self.like[name] for name in results if name in self.like} | self._moved(mapped)
         folded = {

@@ -3,9 +3,9 @@
 `jax.vmap` keeps such a primitive and adds a level to its spec: it is then lowered to the vmap of the function.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,19 @@ from jax.interpreters import ad, mlir
 from ..errors import type_error
 from ._factory import COTANGENT, TANGENT, NamedPrimitive
 
-Level = tuple[tuple[str, int | None], ...]
-"""A vmap: the mapped axis by operand and result; for None an operand is unmapped, and a result summed over the axis."""
+
+class Level(NamedTuple):
+    """A vmap.
+
+    Attributes:
+        axes: the mapped axis by operand and result; for None an operand is unmapped, and a result summed over the axis.
+        axis_name: the name of the axis, over which the function may have collectives; None without.
+        size: the size of the axis.
+    """
+
+    axes: tuple[tuple[str, int | None], ...]
+    axis_name: Hashable | None
+    size: int
 
 
 @runtime_checkable
@@ -55,8 +66,8 @@ class TracedPrimitive(NamedPrimitive):
         """A function of arrays by name as a function of positional arrays, under the vmaps of the levels."""
         mapped = lambda *arrays: function(dict(zip(operands, arrays, strict=True)))
         for level in levels:
-            axes = partial(_axis, dict(level))
-            mapped = partial(_mapped, mapped, tuple(map(axes, operands)), tuple(map(axes, results)))
+            axes = partial(_axis, dict(level.axes))
+            mapped = partial(_mapped, mapped, tuple(map(axes, operands)), tuple(map(axes, results)), level)
         return mapped
 
     def _abstract_eval(self, *avals, operands, results, spec, config, chooser):
@@ -70,9 +81,14 @@ class TracedPrimitive(NamedPrimitive):
             )
         return traced.out_avals
 
-    def _batch(self, args, dims, *, operands, results, spec, config, chooser):
-        level = (*zip(operands, dims, strict=True), *((name, 0) for name in results))
+    def _batch(self, axis, args, dims, *, operands, results, spec, config, chooser):
+        # An axis without a name has a bare object for one.
+        axis_name = None if type(axis.name) is object else axis.name
+        axes = (*zip(operands, dims, strict=True), *((name, 0) for name in results))
+        level = Level(axes, axis_name, axis.size)
         arrays = dict(zip(operands, args, strict=True))
+        if axis_name is None and all(dim is None for dim in dims):
+            return self._unmapped(arrays, spec=spec, config=config, chooser=chooser, results=results)
         out = self.bind(arrays, spec=spec.mapped(level), config=config, chooser=chooser, results=results)
         return list(out.values()), [0] * len(out)
 
@@ -104,6 +120,6 @@ def _axis(level: Mapping[str, int | None], name: str) -> int | None:
     return level[next(known for known in (name, primal + TANGENT, primal + COTANGENT, primal) if known in level)]
 
 
-def _mapped(function: Callable, in_axes: tuple, out_axes: tuple, *arrays: Any) -> list[Any]:
-    results = jax.vmap(function, in_axes)(*arrays)
+def _mapped(function: Callable, in_axes: tuple, out_axes: tuple, level: Level, *arrays: Any) -> list[Any]:
+    results = jax.vmap(function, in_axes, axis_name=level.axis_name, axis_size=level.size)(*arrays)
     return [x.sum(0) if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in zip(results, out_axes, strict=True)]
