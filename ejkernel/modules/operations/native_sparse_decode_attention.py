@@ -65,7 +65,8 @@ def native_sparse_decode_attention_arguments(
         g_cmp is not given.
     slc: attention to the keys j ≤ i of the blocks in block_indices. Where these are not given they are those of
         `native_sparse_blocks`: the own block, the first, and the others of the highest weights of k_cmp.
-    swa: attention to the last `window` keys. It is left out where no window is given.
+    swa: attention to the last `window` keys. It is left out where no window is given; where g_swa is not given its gate
+        is 1.
 
     The caller keeps the means: after keys and values of a token are written, the last block that has ended is
 
