@@ -38,6 +38,13 @@ def check_heads(operation: str, q: Any, k: Any) -> None:
         raise value_error(operation, f"k has {k.shape[2]} heads but q has {q.shape[2]}; {rule}", **both)
 
 
+def check_values(operation: str, q: Any, k: Any, v: Any) -> None:
+    """Raises unless v has q's dtype, and the batch, length and heads of k."""
+    if v.dtype != q.dtype or len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
+        rule = f"v must be {q.dtype} of {list(k.shape[:3])} and features, as k is"
+        raise value_error(operation, rule, q=q, k=k, v=v)
+
+
 def cuts_of(operation: str, cu_seqlens: Any, q: Any, k: Any) -> Array | None:
     """cu_seqlens as [1, n + 1] int32; None if not given."""
     if cu_seqlens is None:

@@ -44,13 +44,14 @@ def cache_spec(
     return CacheSpec(
         window=None if left is None or left >= FAR else left + 1,
         softcap=softcap_for(operation, softcap, q),
-        softmax_scale=_scale_of_logits(operation, softmax_scale, q),
+        softmax_scale=scale_of_logits(operation, softmax_scale, q),
         num_splits=size_or_none(operation, "num_splits", num_splits, most_splits),
         batch_invariant=static_bool(operation, "batch_invariant", batch_invariant),
     )
 
 
-def _scale_of_logits(operation: str, scale, q) -> float:
+def scale_of_logits(operation: str, scale, q) -> float:
+    """A static softmax_scale, by default that of the number of features."""
     if scale is None:
         require_known(operation, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
         return q.shape[-1] ** -0.5

@@ -17,7 +17,7 @@ from ...types import CuSeqlens, Scale, Window
 from ...xla_utils.sequence_blocks import places
 from .._operation import Operation, Prepared, platform_of_call
 from ._arguments import align, array, int32, require_dtype, require_known, static_bool, static_scale, window_pair
-from ._native_sparse import check_heads, compressed, cuts_of, gates_of, size_of
+from ._native_sparse import check_heads, check_values, compressed, cuts_of, gates_of, size_of
 from .flash_attention import FlashAttention
 from .native_sparse_blocks import NativeSparseBlocks, uneven_cuts
 
@@ -91,7 +91,7 @@ def native_sparse_attention_arguments(
     """
     q, k, v = array(NAME, "q", q), array(NAME, "k", k), array(NAME, "v", v)
     check_heads(NAME, q=q, k=k)
-    _check_values(q, k, v)
+    check_values(NAME, q, k, v)
     gates = gates_of(NAME, q, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
     window = None if window is None else window_pair(NAME, window)
     if window is None and g_swa is not None:
@@ -122,12 +122,6 @@ def native_sparse_attention_arguments(
 
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_values(q: Any, k: Any, v: Any) -> None:
-    if v.dtype != q.dtype or len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
-        rule = f"v must be {q.dtype} of {list(k.shape[:3])} and features, as k is"
-        raise value_error(NAME, rule, q=q, k=k, v=v)
 
 
 def _lists(x: Any, q: Any, k: Any) -> Any:

@@ -11,8 +11,9 @@ from ...primitives.native_sparse_blocks import NativeSparseBlocksSpec
 from ...primitives.native_sparse_blocks import native_sparse_blocks as primitives
 from ...types import CuSeqlens
 from .._operation import Operation, Prepared
-from ._arguments import align, array, require_known, static_scale
+from ._arguments import align, array
 from ._native_sparse import check_heads, cuts_of, size_of
+from ._pages import scale_of_logits
 
 NAME = primitives.name
 
@@ -64,10 +65,7 @@ def native_sparse_blocks_arguments(
     named = dict(q=q, k=k, ranks=jnp.arange(size_of(NAME, "block_counts", block_counts), dtype=jnp.int32)[None])
     if (cuts := cuts_of(NAME, cu_seqlens, q, k)) is not None:
         named["cu_seqlens"] = cuts
-    if softmax_scale is None:
-        require_known(NAME, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    scale = static_scale(NAME, scale, np.promote_types(q.dtype, np.float32))
+    scale = scale_of_logits(NAME, softmax_scale, q)
     spec = NativeSparseBlocksSpec(size_of(NAME, "block_size", block_size), scale)
     return Prepared(align(primitives.forward, named), spec, lambda out: out["block_indices"])
 

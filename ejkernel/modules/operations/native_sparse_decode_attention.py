@@ -20,14 +20,12 @@ from ._arguments import (
     array,
     int32,
     require_dtype,
-    require_known,
     require_rank,
     static_bool,
-    static_scale,
     window_pair,
 )
-from ._native_sparse import check_heads, gates_of, size_of
-from ._pages import check_cache
+from ._native_sparse import check_heads, check_values, gates_of, size_of
+from ._pages import check_cache, scale_of_logits
 
 NAME = primitives.name
 
@@ -111,7 +109,7 @@ def native_sparse_decode_attention_arguments(
     window = None if window is None else _keys_of_window(window)
     _check_branches(arrays, gates, window)
     return_block_indices = static_bool(NAME, "return_block_indices", return_block_indices)
-    scale = _scale(arrays["q"], softmax_scale)
+    scale = scale_of_logits(NAME, softmax_scale, arrays["q"])
     named = arrays | {name: int32(arrays[name]) for name in ("sequence_end", "block_indices") if name in arrays}
     named |= {name: x for name, x in gates.items() if x is not None}
     if "block_indices" not in named:
@@ -132,9 +130,7 @@ def _check(arrays: dict[str, Any], size: int) -> None:
     require_rank(NAME, 3, "batch, heads, features", q=q)
     check_heads(NAME, q=jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype), k=k)
     check_cache(NAME, q, k=k, v=v)
-    if v.dtype != q.dtype or len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
-        rule = f"v must be {q.dtype} of {list(k.shape[:3])} and features, as k is"
-        raise value_error(NAME, rule, q=q, k=k, v=v)
+    check_values(NAME, q, k, v)
     require_dtype(NAME, np.integer, "an integer type", sequence_end=end)
     if end.shape != q.shape[:1]:
         raise value_error(NAME, f"sequence_end must be [{q.shape[0]}], one number a sequence", q=q, sequence_end=end)
@@ -174,12 +170,6 @@ def _check_branches(arrays: dict[str, Any], gates: dict[str, Any], window: Any) 
 def _keys_of_window(window: Any) -> int:
     left, _ = window_pair(NAME, window)
     return LARGEST_SIZE if left is None else min(left + 1, LARGEST_SIZE)
-
-
-def _scale(q: Any, scale: float | None) -> float:
-    require_known(NAME, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return static_scale(NAME, scale, np.promote_types(q.dtype, np.float32))
 
 
 class NativeSparseDecodeAttention(Operation):
