@@ -164,15 +164,8 @@ def test_a_ring_of_several_axes_may_be_shorter():
         (dict(heads=(32, 4)), "usp splits heads, and 32 query and 4 key/value heads are no multiples of 8 devices"),
         (dict(layout="striped"), "usp has no causal mask"),
         (dict(has_rows=True), "usp would need the bias or mask of all rows"),
-        (dict(has_dropout=True), "ulysses alone, not with usp"),
     ):
         assert reason in refusal("usp", problem(**dict(size=16, axes=2, within=8) | changed))
-
-
-def test_only_ulysses_drops_out():
-    assert choose(problem(has_dropout=True))[0] == "ulysses"
-    with pytest.raises(ValueError, match=r"ulysses alone, not with ring.*6 query and 2 key/value heads"):
-        choose(problem(heads=(6, 2), has_dropout=True))
 
 
 def test_the_measured_throughput_decides():

@@ -25,9 +25,10 @@ class Operands(NamedTuple):
 
     q [b,s,h,d], k [b,t,g,d], v [b,t,g,e] of one dtype; bias and mask [b?,h?,s?,t?]; segment ids [b,s] and [b,t] int32;
     sinks [b?,h,n] float32; softmax_scale [b?,h?] float32 (only when traced: a static scale is in the spec);
-    cu_seqlens [b?,n+1] int32; dropout [b,h,4] uint32: the two words of the key, then the batch and head index, which
-    with row and column of a logit are the counter of Philox. They are an array so that folding and sharding of the
-    batch and head axes do not change which weights are kept.
+    cu_seqlens [b?,n+1] int32; dropout [b,h,8] uint32: the two words of the key, then the batch and head index, which
+    with the places of query and key are the counter of Philox; query n is at place word 4 + n · word 5, and keys are by
+    words 6 and 7. They are an array so that folding and sharding of the batch and head axes, and calls for a part of
+    the queries and keys, do not change which weights are kept.
     """
 
     q: Any
@@ -96,7 +97,7 @@ TABLE = {
     "softmax_scale": axes("b? h?"),
     "cu_seqlens_q": axes("b? m"),
     "cu_seqlens_k": axes("b? m"),
-    "dropout": axes("b h 4"),
+    "dropout": axes("b h 8"),
     "o": axes("b s h e"),
     "lse": axes("b h s"),
 }

@@ -51,8 +51,6 @@ WRONG = {
     "all_gather has no causal mask .* use ring, or the layout zigzag": dict(
         strategy="all_gather", layout="striped", causal=True
     ),
-    "dropout draws for the places of a weight .* ulysses alone, not with ring": dict(strategy="ring", **DROPOUT),
-    "dropout draws .* ulysses alone, .*; ulysses splits heads": dict(size=3, **DROPOUT),
     "dropout is for sequences that are not packed: flash_attention draws for the tokens of each": dict(
         q=(8, 2, 8), k=(8, 2, 8), cu_seqlens_q=CUTS, cu_seqlens_k=CUTS, **DROPOUT
     ),

@@ -105,10 +105,19 @@ def test_one_device_and_eight(size, layout):
 @pytest.mark.parametrize(
     ("size", "layout", "strategy"),
     [
-        (2, "zigzag", "auto"),
+        (2, "zigzag", "ring"),
         *(
             pytest.param(*call, marks=pytest.mark.slow)
-            for call in ((1, "zigzag", "auto"), (2, "striped", "ulysses"), (2, "contiguous", "ulysses"))
+            for call in (
+                (1, "zigzag", "auto"),
+                (3, "zigzag", "ring"),
+                (2, "striped", "ring"),
+                (4, "contiguous", "ring"),
+                (2, "zigzag", "all_gather"),
+                (3, "contiguous", "all_gather"),
+                (2, "striped", "ulysses"),
+                (2, "contiguous", "ulysses"),
+            )
         ),
     ],
 )
@@ -119,6 +128,16 @@ def test_dropout_drops_the_same_as_for_the_whole_sequence(size, layout, strategy
     )
     args = of.arrays(), of.cotangents(of.arrays())
     found = jax.jit(pullback(in_sequence(size, layout, strategy=strategy, **of.options), of.differentiable))(*args)
+    assert_close(found, oracle(of, pullback)(*args), 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ("ring", "all_gather"))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dropout_without_a_mask(layout, strategy):
+    of = flash_case("dropout", dict(b=2, s=24, t=24, e=4), dict(dropout_key=Operand("", key)), dropout_rate=0.3)
+    args = of.arrays(), of.cotangents(of.arrays())
+    found = jax.jit(pullback(in_sequence(2, layout, strategy=strategy, **of.options), of.differentiable))(*args)
     assert_close(found, oracle(of, pullback)(*args), 2e-5)
 
 

@@ -202,10 +202,11 @@ def dropped(p: Array, x: Folded, spec: FlashAttentionSpec) -> Array:
     """The weights p [b,g,r,s,t] after dropout: kept ones divided by 1 − rate, the others 0."""
     if x.dropout is None:
         return p
-    key0, key1, batch, head = (x.dropout[..., word, None, None] for word in range(4))
+    key0, key1, batch, head, *places = (x.dropout[..., word, None, None] for word in range(8))
     if x.rows.sequence is not None:
         batch = batch + x.rows.sequence.astype(jnp.uint32)
-    i, j = x.rows.index.astype(jnp.uint32), x.columns.index.astype(jnp.uint32)
+    i = places[0] + places[1] * x.rows.index.astype(jnp.uint32)
+    j = places[2] + places[3] * x.columns.index.astype(jnp.uint32)
     word = philox_4x32((j, i, batch, head), (key0, key1))[0]
     threshold = min(round(spec.dropout_rate * 2**32), 2**32 - 1)
     return where(word >= np.uint32(threshold), p / (1 - spec.dropout_rate), 0)

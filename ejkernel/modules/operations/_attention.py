@@ -259,7 +259,11 @@ def sinks_of_heads(operation: str, sinks, heads: int, q):
 
 
 def dropout_words(operation: str, rate, key, q):
-    """Words of the dropout counter [b, h, 4]: two words of the key, the batch index and the head index."""
+    """Words of dropout [b, h, 8]: two of the key, the batch and the head index, and four of the places of tokens.
+
+    Query n of the call is query first + step·n of the whole of which it is a part, and keys likewise: their first is 0
+    and their step 1 where the call is the whole.
+    """
     rate = static_number(operation, "dropout_rate", rate)
     if not 0 <= rate < 1:
         raise value_error(operation, f"dropout_rate is {rate}; it must be at least 0 and below 1")
@@ -273,18 +277,19 @@ def dropout_words(operation: str, rate, key, q):
     first, second = two_words(words)
     size = q.shape[0], q.shape[2]
     places = [jax.lax.broadcasted_iota(jnp.uint32, size, axis) for axis in range(2)]
-    return jnp.stack([jnp.full(size, first), jnp.full(size, second), *places], axis=-1)
+    of_whole = [jnp.full(size, x, jnp.uint32) for x in (0, 1, 0, 1)]
+    return jnp.stack([jnp.full(size, first), jnp.full(size, second), *places, *of_whole], axis=-1)
 
 
 def _words_of_key(operation: str, key, q):
-    """The words of one key. An array [b, h, 4], a shard of the whole call's `dropout_words`, is returned unchanged."""
+    """The words of one key. An array [b, h, 8], a shard of the whole call's `dropout_words`, is returned unchanged."""
     if not is_array(key):
         raise type_error(operation, f"dropout_key must be one jax.random.key, not {type(key).__name__}")
     key = array(operation, "dropout_key", key)
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.shape == ():
             return jax.random.key_data(key).reshape(-1)
-    elif key.dtype == jnp.uint32 and key.shape in ((2,), (4,), (q.shape[0], q.shape[2], 4)):
+    elif key.dtype == jnp.uint32 and key.shape in ((2,), (4,), (q.shape[0], q.shape[2], 8)):
         return key  # the words alone, as of `jax.random.PRNGKey`, or a shard
     raise value_error(operation, "dropout_key must be one jax.random.key", dropout_key=key)
 

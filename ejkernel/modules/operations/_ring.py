@@ -25,6 +25,7 @@ from ._ring_hop import (
     Ring,
     alike,
     columns_of,
+    dropouts,
     flash,
     flash_tangent,
     keys_of,
@@ -36,6 +37,7 @@ from ._ring_hop import (
     sent,
     sinks_lse,
     with_rows_from,
+    without_dropout,
 )
 from ._ring_layout import Part
 from ._ring_tangent import tangent
@@ -109,7 +111,8 @@ def _forward(call: Ring, arrays: Arrays, *, with_remainder: bool = False) -> Row
         dtype = q.dtype if merges_once and (n == 0 or is_last) else wide
         splits = with_remainder and n > 0 and is_last and dtype != wide
         begins = q_begins(call, of_devices)
-        rows = on_device(call, of_devices, partial(_merged, call, n == 0, dtype, splits), here, begins, rows)
+        operands = here, dropouts(call, arrays, plan[n]), begins, rows
+        rows = on_device(call, of_devices, partial(_merged, call, n == 0, dtype, splits), *operands)
         # Keys are sent on only after this hop is computed, so that a device holds the keys of at most two hops.
         travelling, rows = lax.optimization_barrier((travelling, rows))
     o, lse, *remainder = rows
@@ -128,6 +131,7 @@ def _merged(
     splits: bool,
     parts: tuple[Part, ...],
     here: Arrays,
+    dropouts: list[Array | None],
     begins: list[Array],
     rows: Rows,
 ) -> Rows:
@@ -138,8 +142,8 @@ def _merged(
     in_dtype = lambda o, *others: (o.astype(dtype), *others, *([_split(o, dtype)[1]] if splits else []))
     before, wide = rows[0], rows[1].dtype
     rows = in_dtype(*rows)
-    for n, (part, begin) in enumerate(zip(parts, begins, strict=False)):
-        found = _attend(call, part, here)
+    for n, (part, dropout, begin) in enumerate(zip(parts, dropouts, begins, strict=False)):
+        found = _attend(call, part, of_part(part, here, dropout))
         if not is_first or _overlaps(parts, n):
             o, *others = rows if _overlaps(parts, n) else (before, *rows[1 : len(found)])
             o, *others = (rows_from(x, begin, part, _axis(x)) for x in (o, *others))
@@ -183,16 +187,17 @@ def _overlaps(parts: tuple[Part, ...], n: int) -> bool:
     return any(a.q_begin < parts[n].q_end and parts[n].q_begin < a.q_end for a in parts[:n])
 
 
-def _attend(call: Ring, part: Part, here: Arrays) -> Rows:
+def _attend(call: Ring, part: Part, given: Arrays) -> Rows:
     """The rows of a part: of its queries over its keys alone."""
-    given, band = of_part(part, here), (part.left, part.right)
+    band = part.left, part.right
     o, lse = flash(call, given, band)
     if not _is_wide(o):
         return o, lse
     ones = jnp.ones_like(given["v"][..., :ONES])
     # Not what XLA could simplify with the forward: log Σ_j exp(s_j − lse) is 0 but for rounding.
     outputs = lax.optimization_barrier((jnp.zeros_like(o[..., : ones.shape[3]]), lse))
-    weights, _ = flash_tangent(call, {**given, "v": ones}, band, outputs, {"v": ones})
+    summed = {name: x for name, x in given.items() if name != "dropout_key"} | {"v": ones}
+    weights, _ = flash_tangent(without_dropout(call), summed, band, outputs, {"v": ones})
     total = weights[..., 0].swapaxes(1, 2).astype(lse.dtype)
     return o, lse, jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)), 0)
 

@@ -16,7 +16,7 @@ from ._attention import segment_ids
 from ._collectives import all_gather as all_gathered
 from ._collectives import all_to_all
 from ._ring import ring
-from ._ring_hop import Arrays, Ring, flash, sight
+from ._ring_hop import Arrays, Ring, flash, sight, with_places
 from ._ring_layout import Band
 from .flash_attention import FlashAttention
 
@@ -50,7 +50,9 @@ def _with_all_keys(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
     whole |= {name: _in_sequence(arrays[name], 3, call) for name in ("bias", "mask") if name in arrays}
     arrays = {**arrays, **whole}
     count, device = arrays["q"].shape[1], lax.axis_index(call.axis_name)
-    if call.band == (None, None) or call.layout == "contiguous":
+    if call.layout == "striped":
+        return _rows_with_all_keys(call, arrays, slice(0, count), device, call.size)
+    if call.layout == "contiguous" or (call.band == (None, None) and "dropout_key" not in arrays):
         return _rows_with_all_keys(call, arrays, slice(0, count), device * count)
     half = count // 2
     chunks = ((slice(0, half), device), (slice(half, count), 2 * call.size - 1 - device))
@@ -58,9 +60,9 @@ def _with_all_keys(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
     return tuple(jnp.concatenate(x, axis) for x, axis in zip(zip(*results, strict=True), (1, 2), strict=True))
 
 
-def _rows_with_all_keys(call: Ring, arrays: Arrays, rows: slice, first: Array) -> tuple[Array, Array]:
-    """o and lse of some rows, which have consecutive positions in the sequence from `first` on."""
-    given = dict(arrays)
+def _rows_with_all_keys(call: Ring, arrays: Arrays, rows: slice, first: Array, step: int = 1) -> tuple[Array, Array]:
+    """o and lse of some rows, which have positions from `first` on, a step apart; with a band the step is 1."""
+    given = dict(arrays) | _dropout(arrays, first, step)
     for name, axis in (("q", 1), ("q_segment_ids", 1), ("bias", 2), ("mask", 2)):
         if name in given and given[name].shape[axis] > 1:
             given[name] = given[name][:, rows] if axis == 1 else given[name][:, :, rows]
@@ -78,6 +80,7 @@ def _rows_with_all_keys(call: Ring, arrays: Arrays, rows: slice, first: Array) -
     # Roll the keys so that the last one is aligned with the last query: flash_attention's band is relative to it.
     length, end = keys + after, first + q.shape[1] + after + keys - call.size * arrays["q"].shape[1]
     position = end - length + jnp.arange(length, dtype=end.dtype)
+    given |= _dropout(arrays, first, step, end - length)
     last = lambda x, axis: x if x.shape[axis] == 1 < keys else _rolled(x, axis, after, end)
     given |= {name: last(given[name], 1) for name in ("k", "v")}
     given |= {name: last(given[name], 3) for name in ("bias", "mask") if name in given}
@@ -87,6 +90,14 @@ def _rows_with_all_keys(call: Ring, arrays: Arrays, rows: slice, first: Array) -
     hidden = (position < 0) | (position >= keys)
     given |= dict(q_segment_ids=q_ids, kv_segment_ids=jnp.where(hidden[None], -1, _rolled(kv_ids, 1, after, end)))
     return _flash(call, given, (None if left is None else left + after, 0))
+
+
+def _dropout(arrays: Arrays, first: Array, step: int, first_key: Array | int = 0) -> Arrays:
+    """The words of dropout for rows of these positions and consecutive keys; nothing without dropout."""
+    if "dropout_key" not in arrays:
+        return {}
+    places = jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in (first, step, first_key, 1)])
+    return {"dropout_key": with_places(arrays["dropout_key"], places)}
 
 
 def _packed(call: Ring, given: Arrays, left: int | None, end: Array) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from ...xla_utils.device_switch import device_switch
 from .._operation import Prepared
-from ._ring_layout import Band, Part, hops
+from ._ring_layout import Band, Part, hops, place
 from .flash_attention import FlashAttention
 
 TRAVELLING = ("k", "v", "kv_segment_ids")
@@ -41,8 +41,9 @@ class Ring:
 
 
 def plan_of(call: Ring, arrays: Arrays) -> list[Hop]:
-    """The hops that are computed."""
-    return list(hops(arrays["q"].shape[1], arrays["k"].shape[1], call.size, call.layout, call.band))
+    """The hops that are computed. For dropout the tokens of a part are consecutive, or a step apart."""
+    lengths, in_runs = (arrays["q"].shape[1], arrays["k"].shape[1]), "dropout_key" in arrays
+    return list(hops(*lengths, call.size, call.layout, call.band, in_runs))
 
 
 # --- What travels ----------------------------------------------------------------------------------------------------
@@ -85,8 +86,8 @@ def on_device(call: Ring, of_devices: list[tuple[Part, ...]], body: Callable, *o
     return device_switch("ring_attention", which[lax.axis_index(call.axis_name)], branches, *operands)
 
 
-def of_part(part: Part, here: Arrays) -> Arrays:
-    """The rows and columns of a part, of arrays or of their tangents."""
+def of_part(part: Part, here: Arrays, dropout: Array | None = None) -> Arrays:
+    """The rows and columns of a part, of arrays or of their tangents, and the words of its dropout."""
     rows, columns = slice(part.q_begin, part.q_end), slice(part.k_begin, part.k_end)
     given = {name: here[name][:, rows] for name in ("q", "q_segment_ids") if name in here}
     given |= {name: here[name][:, columns] for name in TRAVELLING if name in here}
@@ -95,12 +96,17 @@ def of_part(part: Part, here: Arrays) -> Arrays:
             x = here[name]
             x = x if x.shape[2] == 1 else x[:, :, rows]
             given[name] = x if x.shape[3] == 1 else x[:, :, :, columns]
-    return given | {name: here[name] for name in ("softmax_scale",) if name in here}
+    given |= {name: here[name] for name in ("softmax_scale",) if name in here}
+    return given if dropout is None else given | {"dropout_key": dropout}
 
 
 def flash(call: Ring, given: Arrays, band: Band) -> tuple[Array, Array]:
     """o and lse of one call of flash_attention with the ring's options."""
     return FlashAttention.run_prepared(_prepared(call, given, band), call.options["config"])
+
+
+def without_dropout(call: Ring) -> Ring:
+    return replace(call, options={**call.options, "dropout_rate": 0.0})
 
 
 def flash_tangent(
@@ -144,6 +150,32 @@ def q_begins(call: Ring, of_devices: list[tuple[Part, ...]]) -> list[Array]:
     begins = [[part.q_begin for part in parts] + [0] * (most - len(parts)) for parts in of_devices]
     device = lax.axis_index(call.axis_name)
     return [jnp.asarray(np.array(x, np.uint32))[device] for x in zip(*begins, strict=True)]
+
+
+def dropouts(call: Ring, arrays: Arrays, hop: Hop) -> list[Array | None]:
+    """For each part of this device in a hop the words of dropout, which counts places in the whole sequence."""
+    (distance, of_devices), found = hop, []
+    most = max(map(len, of_devices))
+    if "dropout_key" not in arrays:
+        return [None] * most
+    shard = lambda name, device, begin: place(arrays[name].shape[1], call.size, call.layout, device, begin)
+    step = call.size if call.layout == "striped" else 1
+    device = lax.axis_index(call.axis_name)
+    for n in range(most):
+        places = [
+            (shard("q", d, parts[n].q_begin), step, shard("k", (d - distance) % call.size, parts[n].k_begin), step)
+            if n < len(parts)
+            else (0, 1, 0, 1)
+            for d, parts in enumerate(of_devices)
+        ]
+        found.append(with_places(arrays["dropout_key"], jnp.asarray(np.array(places, np.uint32))[device]))
+    return found
+
+
+def with_places(dropout: Array, places: Array) -> Array:
+    """Words of dropout [b, h, 8] of the call in which tokens have these places: first, step of queries and of keys."""
+    behind = lax.broadcasted_iota(jnp.int32, (1, 1, 8), 2) >= 4
+    return jnp.where(behind, jnp.concatenate([jnp.zeros(4, jnp.uint32), places])[None, None], dropout)
 
 
 def rows_from(x: Array, begin: Array, part: Part, axis: int) -> Array:

@@ -57,8 +57,14 @@ def runs(length: int, size: int, layout: str, device: int) -> tuple[Run, ...]:
     return (Run(0, half, device * half, 1), Run(half, half, (2 * size - 1 - device) * half, 1))
 
 
+def place(length: int, size: int, layout: str, device: int, begin: int) -> int:
+    """The position in the sequence of a device's token of index `begin`."""
+    run = next(run for run in runs(length, size, layout, device) if run.start <= begin < run.start + run.count)
+    return run.first + run.step * (begin - run.start)
+
+
 def parts_of(
-    q_len: int, kv_len: int, size: int, layout: str, band: Band, q_device: int, kv_device: int
+    q_len: int, kv_len: int, size: int, layout: str, band: Band, q_device: int, kv_device: int, in_runs: bool = False
 ) -> tuple[Part, ...]:
     """The parts that together are the exact attention of the queries of one device to the keys of another.
 
@@ -70,9 +76,10 @@ def parts_of(
         band: the band of the whole sequence, where query i is aligned with key i + size·(kv_len − q_len).
         q_device: the device of the queries.
         kv_device: the device of the keys.
+        in_runs: whether the queries of a part, and its keys, have to be of one run.
     """
     causal_alone = band == (None, 0) and q_len == kv_len
-    if band == (None, None) or (causal_alone and q_device == kv_device):
+    if not in_runs and (band == (None, None) or (causal_alone and q_device == kv_device)):
         return _some(Part(0, q_len, 0, kv_len, *band))  # the order in a shard is that in the sequence
     shift = size * (kv_len - q_len)
     found = [
@@ -81,7 +88,7 @@ def parts_of(
         for k in runs(kv_len, size, layout, kv_device)
         for part in between(q._replace(first=q.first + shift), k, band)
     ]
-    return _joined(found)
+    return tuple(found) if in_runs else _joined(found)
 
 
 def between(q: Run, k: Run, band: Band) -> tuple[Part, ...]:
@@ -126,12 +133,14 @@ def _union(a: Part, b: Part) -> Part | None:
     return None
 
 
-def hops(q_len: int, kv_len: int, size: int, layout: str, band: Band) -> Iterator[tuple[int, list[tuple[Part, ...]]]]:
+def hops(
+    q_len: int, kv_len: int, size: int, layout: str, band: Band, in_runs: bool = False
+) -> Iterator[tuple[int, list[tuple[Part, ...]]]]:
     """(t, the parts of each device) for each hop t of a ring in which some pair is visible, and for t = 0.
 
     At hop t device d has the keys of device d − t.
     """
     for hop in range(size):
-        of_devices = [parts_of(q_len, kv_len, size, layout, band, d, (d - hop) % size) for d in range(size)]
+        of_devices = [parts_of(q_len, kv_len, size, layout, band, d, (d - hop) % size, in_runs) for d in range(size)]
         if hop == 0 or any(of_devices):
             yield hop, of_devices

@@ -34,7 +34,6 @@ class Problem(NamedTuple):
     v_head_dim: int
     dtype: Any
     has_rows: bool = False
-    has_dropout: bool = False
     batch: int = 1
     axes: int = 1
     within: int = 1
@@ -44,11 +43,6 @@ def refusal(strategy: str, problem: Problem) -> str | None:
     """Why a strategy does not support a call, and what to use instead; None if it does."""
     if strategy == "ulysses":
         return _refusal_of_exchange(strategy, problem, problem.size)
-    if problem.has_dropout and problem.size > 1:
-        return (
-            f"dropout draws for the places of a weight in one call, which are those of the whole sequence with "
-            f"ulysses alone, not with {strategy}"
-        )
     if strategy == "usp" and problem.axes < 2:
         return "usp needs two mesh axes, the ring across and the heads within: axis_name=(across, within)"
     if strategy in ("all_gather", "usp") and problem.layout == "striped" and problem.band != (None, None):

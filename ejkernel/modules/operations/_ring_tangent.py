@@ -28,6 +28,7 @@ from ._ring_hop import (
     Ring,
     alike,
     columns_of,
+    dropouts,
     flash_tangent,
     keys_of,
     of_part,
@@ -94,7 +95,8 @@ def _of_hops(
         found = []
         for n, (hop, of_devices) in reversed(list(enumerate(hops))):
             fetched = [{**x, **sent(call, keys_of(x), hop), **columns_of(call, x, hop)} for x in (arrays, moving)]
-            added = on_device(call, of_devices, partial(_of_parts, call), *fetched, o, lse)
+            dropout = dropouts(call, arrays, (hop, of_devices))
+            added = on_device(call, of_devices, partial(_of_parts, call), *fetched, dropout, o, lse)
             if n:
                 waiting, added = lax.optimization_barrier((keys_of(moving) or moving, added))
                 moving = {**moving, **waiting}
@@ -105,12 +107,18 @@ def _of_hops(
 
 
 def _of_parts(
-    call: Ring, parts: tuple[Part, ...], here: Arrays, moving: Arrays, o: Array, lse: Array
+    call: Ring,
+    parts: tuple[Part, ...],
+    here: Arrays,
+    moving: Arrays,
+    dropouts: list[Array | None],
+    o: Array,
+    lse: Array,
 ) -> tuple[Array, Array]:
     sums = alike(here, jnp.zeros_like(o), jnp.zeros_like(lse))
-    for part in parts:
-        outputs = rows_of(o, part, 1), rows_of(lse, part, 2)
-        added = flash_tangent(call, of_part(part, here), (part.left, part.right), outputs, of_part(part, moving))
+    for part, dropout in zip(parts, dropouts, strict=False):
+        outputs, given = (rows_of(o, part, 1), rows_of(lse, part, 2)), of_part(part, here, dropout)
+        added = flash_tangent(call, given, (part.left, part.right), outputs, of_part(part, moving))
         sums = [
             with_rows(x, rows_of(x, part, axis) + y, part, axis) for x, y, axis in zip(sums, added, (1, 2), strict=True)
         ]

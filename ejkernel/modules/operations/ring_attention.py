@@ -105,8 +105,7 @@ def ring_attention(
     "all_gather": k and v of all devices are gathered, and again in the backward, and attended to in one call, or two in
     zigzag. o, lse and the local arrays are saved for the backward, which does not run the forward kernels again.
     "ulysses": `all_to_all` gives each device all tokens of a part of the heads, and sends o and lse back. Query and
-    key/value heads must be multiples of n, and a bias or mask must have one row for all queries. Dropout needs this
-    strategy.
+    key/value heads must be multiples of n, and a bias or mask must have one row for all queries.
     "usp": over two mesh axes, `axis_name=(across, within)`, an `all_to_all` within as in ulysses, and then a ring
     across, of fewer hops. The heads must be multiples of the devices within; the layout, over the devices of both axes,
     is zigzag or contiguous.
@@ -206,7 +205,7 @@ def _strategy(strategy: str, call: Ring, arrays: Mapping[str, Any]) -> tuple[str
     shapes = q.shape[1:], k.shape[1:], v.shape[3]
     axes = call.axis_name if isinstance(call.axis_name, tuple) else (call.axis_name,)
     within = call.size // jax.lax.axis_size(axes[0])
-    options = dict(has_rows=rows, has_dropout="dropout_key" in arrays, batch=q.shape[0], axes=len(axes), within=within)
+    options = dict(has_rows=rows, batch=q.shape[0], axes=len(axes), within=within)
     problem = Problem(call.size, call.layout, call.band, *shapes, q.dtype, **options)
     if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
         raise value_error(NAME, f"strategy is {shown(strategy)}; it must be auto, {', '.join(STRATEGIES)}")

@@ -38,11 +38,10 @@ def programs(draw, sizes):
     if chance(draw, 25):
         operands |= dict(q_segment_ids="b s", kv_segment_ids="b t")
         dtypes["q_segment_ids"] = dtypes["kv_segment_ids"] = pick(draw, *flash.INTEGERS)
-    has_dropout = splits_heads and strategy in ("ulysses", "auto") and chance(draw, 25)
-    if has_dropout:
+    if chance(draw, 25):
         operands["dropout_key"], options["dropout_rate"] = "", pick(draw, 0.1, 0.5, 0.9)
     for name in ("bias", "mask"):
-        if strategy != "ulysses" and not has_dropout and chance(draw, 20):
+        if strategy != "ulysses" and chance(draw, 20):
             axes = [pick(draw, "b", "1"), pick(draw, "h", "1"), pick(draw, "s", "1"), pick(draw, "c", "1")]
             operands[name] = " ".join(axes[pick(draw, 0, 0, 1, 2, 3) :])
     if "bias" in operands and chance(draw, 50):

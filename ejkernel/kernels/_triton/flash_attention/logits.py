@@ -157,11 +157,16 @@ def first_statistics(sinks, info, problem: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def kept(dropout, i, j, info, problem: tl.constexpr):
-    """Whether dropout keeps weight (i, j): word 0 of Philox-4x32-10 at counter (j, i, batch, head) is large enough."""
-    dropout += (info.batch * problem.H + info.head) * 4
+    """Whether dropout keeps weight (i, j): word 0 of Philox-4x32-10 at counter (j', i', batch, head) is large enough.
+
+    i' and j' are the places of query and key in the whole of which the call is a part.
+    """
+    dropout += (info.batch * problem.H + info.head) * 8
     key_0, key_1 = tl.load(dropout), tl.load(dropout + 1)
     batch, head = tl.load(dropout + 2) + tl.cast(info.sequence, tl.uint32), tl.load(dropout + 3)
-    word, _, _, _ = tl.random.philox_impl(j.to(tl.uint32), i.to(tl.uint32), batch, head, key_0, key_1)
+    i = tl.load(dropout + 4) + tl.load(dropout + 5) * i.to(tl.uint32)
+    j = tl.load(dropout + 6) + tl.load(dropout + 7) * j.to(tl.uint32)
+    word, _, _, _ = tl.random.philox_impl(j, i, batch, head, key_0, key_1)
     return word >= tl.full([], problem.keep_from, tl.uint32)
 
 
