@@ -8,8 +8,9 @@ With the weights p = exp(s − lse) recomputed, p̃ the weights after dropout, a
     dscale = Σ_ij ds ∘ (q·kᵀ)
 
 where all sums are over the pairs of kept blocks. There are no atomic additions, so gradients repeat bit for bit: the
-program of a tile of keys sums over all query heads that share its key/value head. In a config, block_k is the size of a
-program's stationary tile (keys for dk and dv, queries for dq) and block_q that of the tiles which are streamed.
+program of a tile of keys sums over all query heads that share its key/value head. A config has the tile of dk and dv,
+whose programs hold block_k keys and stream tiles of block_q queries; that of dq, whose programs hold queries, is the
+transposed one.
 
 In float32, and if the gradient of a scale is asked for, the weights are corrected for the rounding of lse, and delta
 for that of o (see rows.py).
@@ -25,6 +26,7 @@ import triton.language as tl
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton.flash_attention import logits, masks, sequence_info
 from ejkernel.kernels._triton.flash_attention import tiles as flash
+from ejkernel.kernels._triton.flash_attention.configs import transposed_tile
 from ejkernel.kernels._triton.flash_attention.problem import seen_lse, sum_to_shape, weights_of_sinks
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 from ejkernel.primitives.flash_attention import Outputs
@@ -57,14 +59,14 @@ def blocksparse_attention_bwd(
     delta = terms.sum(-1).swapaxes(1, 2)
     lse, correction = seen_lse(outputs.lse), None
     if call.problem.exact or "softmax_scale" in wrt:
-        correction, delta = exact_rows(call, (do, lse, delta), config)
+        correction, delta = exact_rows(call, (do, lse, delta), transposed_tile(config))
     if cotangents.lse is not None:
         delta -= jnp.where(fully_masked, 0, cotangents.lse)
 
     saved, gradients = (do, lse, correction, delta), {}
     if "q" in wrt or "softmax_scale" in wrt:
         (k,) = zero_hidden_keys(call, primals.k)
-        gradients["q"], dscale = _queries(call.with_arrays(k=k), saved, wrt, config)
+        gradients["q"], dscale = _queries(call.with_arrays(k=k), saved, wrt, transposed_tile(config))
     if "k" in wrt or "v" in wrt:
         q, seen_do = zero_fully_masked_queries(call, primals.q, do)
         gradients |= _keys_and_values(call.with_arrays(q=q), (seen_do, *saved[1:]), wrt, config)
@@ -81,7 +83,7 @@ def blocksparse_attention_bwd(
 
 def _queries(call: Call, saved, wrt, config: KernelConfig) -> tuple:
     """dq, and the contribution of each row to the gradient of the scale if that is an operand."""
-    problem, tile = call.problem, call.tile(config.block_k, config.block_q)
+    problem, tile = call.problem, call.tile(config.block_q, config.block_k)
     blocks, of_keys = math.ceil(problem.S / tile[0]), call.lists_of_keys(tile)
     rows = jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32)
     results = {

@@ -32,12 +32,12 @@ def tile_sizes(operands: Operands, spec: BlocksparseAttentionSpec, rows: int, co
 def _fitting(name: str, config: KernelConfig, operands: Operands, spec: BlocksparseAttentionSpec) -> KernelConfig:
     """The config with tiles that fit into blocks; for small tiles four warps are enough.
 
-    In the backward each size is of queries in one kernel, and of keys in the other.
+    The backward has kernels with this tile, and with the transposed one.
     """
     block_q, block_k = tile_sizes(operands, spec, config.block_q, config.block_k)
     if name.endswith("_bwd"):
-        stationary, streamed = tile_sizes(operands, spec, config.block_k, config.block_q)
-        block_q, block_k = max(block_q, streamed), max(block_k, stationary)
+        of_queries, of_keys = tile_sizes(operands, spec, config.block_k, config.block_q)  # of the transposed tile
+        block_q, block_k = max(block_q, of_keys), max(block_k, of_queries)
     warps = min(config.num_warps, 4) if block_q * block_k <= 32 * 64 < config.block_q * config.block_k else None
     return replace(config, block_q=block_q, block_k=block_k, num_warps=warps or config.num_warps)
 

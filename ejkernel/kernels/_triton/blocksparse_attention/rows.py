@@ -21,7 +21,7 @@ from .call import Call
 
 def exact_rows(call: Call, saved, config: KernelConfig) -> tuple:
     """The correction and Σ_j p̃·dp of every row [B, H, S] float32, from (do, lse, Σ_e do·o)."""
-    problem, tile = call.problem, call.tile(config.block_k, config.block_q)
+    problem, tile = call.problem, call.tile(config.block_q, config.block_k)
     blocks, of_keys = math.ceil(problem.S / tile[0]), call.lists_of_keys(tile)
     rows = jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32)
     return _launch.launch(

@@ -8,8 +8,8 @@ With the weights p = exp(s − lse) recomputed, p̃ the weights after dropout, a
     dscale = Σ_ij ds ∘ (q·kᵀ)
 
 There are no atomic additions, so gradients repeat bit for bit: the program of a block of keys sums over all query heads
-that share its key/value head, or over a split of them (_query_splits.py). In a config, block_k is the size of a
-program's stationary block (keys for dk and dv, queries for dq) and block_q that of the blocks which are streamed.
+that share its key/value head, or over a split of them (_query_splits.py). A config has the tile of dk and dv, whose
+programs hold block_k keys and stream blocks of block_q queries; that of dq, whose programs hold queries, is transposed.
 
 In float32, and if the gradient of a scale is asked for, the weights are corrected for the rounding of lse, and delta
 for that of o (see rows.py); not for a split of the keys, whose weights do not sum to 1.
@@ -29,6 +29,7 @@ from ejkernel.types.target import DEFAULT_CORE_COUNT
 
 from . import logits, masks, sequence_info, tiles
 from .bias_gradient import bias_gradient
+from .configs import transposed_tile
 from .problem import (
     Problem,
     keys_as_segments,
@@ -67,14 +68,14 @@ def flash_attention_bwd(
     delta = terms.sum(-1).swapaxes(1, 2)
     lse, correction = seen_lse(outputs.lse), None
     if not problem.split and (problem.exact or "softmax_scale" in wrt):
-        correction, delta = exact_rows(primals, (do, lse, delta), problem, config)
+        correction, delta = exact_rows(primals, (do, lse, delta), problem, transposed_tile(config))
     if cotangents.lse is not None:
         delta -= jnp.where(fully_masked, 0, cotangents.lse)
 
     saved, gradients = (do, lse, correction, delta), {}
     if "q" in wrt or "softmax_scale" in wrt:
         (k,) = zero_hidden_keys(given, spec, given.k)
-        gradients["q"], dscale = _queries(primals._replace(k=k), saved, wrt, problem, config)
+        gradients["q"], dscale = _queries(primals._replace(k=k), saved, wrt, problem, transposed_tile(config))
     if "k" in wrt or "v" in wrt:
         q, seen_do = zero_fully_masked_queries(given, spec, given.q, do)
         splits = 1 if spec.batch_invariant else _splits(problem, config)
@@ -92,7 +93,7 @@ def flash_attention_bwd(
 
 def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConfig) -> tuple:
     """dq, and the contribution of each row to the gradient of the scale if that is an operand."""
-    blocks = problem.blocks(config.block_k)
+    blocks = problem.blocks(config.block_q)
     rows = jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32)
     results = {
         "dq": jax.ShapeDtypeStruct.like(primals.q) if "q" in wrt else None,
@@ -101,16 +102,16 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
     return _launch.launch(
         dq_kernel,
         *primals,
-        segment_ranges_of(primals, config.block_k, config.block_q),
+        segment_ranges_of(primals, config.block_q, config.block_k),
         *saved,
         out_type=tuple(results.values()),
         grid=blocks * problem.H * problem.B,
         config=config,
         problem=problem,
-        CHECKED=problem.checked(config.block_q, over_keys=True),
+        CHECKED=problem.checked(config.block_k, over_keys=True),
         BLOCKS=blocks,
-        BLOCK_Q=config.block_k,
-        BLOCK_K=config.block_q,
+        BLOCK_Q=config.block_q,
+        BLOCK_K=config.block_k,
         **{name: None for name, result in results.items() if result is None},
     )
 

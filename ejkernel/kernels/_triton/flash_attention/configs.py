@@ -5,6 +5,8 @@ or packed sequences need registers for indices and further tiles, so such calls 
 that do not fit into the shared memory of the target are left out.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from ejkernel.kernels._triton._launch import SHARED_MEMORY, limit_of_environment, shared_memory_limit
@@ -14,7 +16,7 @@ from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 from .problem import is_key_mask, tiled
 
-# (block_q, block_k, num_warps, num_stages). In the backward block_k is stationary and block_q streamed.
+# (block_q, block_k, num_warps, num_stages). In the backward it is the tile of dk and dv, which stream block_q queries.
 PLAIN = {
     "flash_attention": {
         64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3)),
@@ -218,6 +220,11 @@ def _first(config: tuple, configs: tuple) -> tuple:
 def _of_pairs(x):
     """The bias or mask if it varies over queries, else None: then its tiles are small."""
     return None if x is None or x.shape[2] == 1 else x
+
+
+def transposed_tile(config: KernelConfig) -> KernelConfig:
+    """The config of those kernels of a backward whose programs hold as many queries as those of dk and dv hold keys."""
+    return replace(config, block_q=config.block_k, block_k=config.block_q)
 
 
 def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:

@@ -25,21 +25,21 @@ from .problem import Problem, segment_ranges_of
 
 def exact_rows(primals: Operands, saved, problem: Problem, config: KernelConfig) -> tuple:
     """The correction and Σ_j p̃·dp of every row [B, H, S] float32, from (do, lse, Σ_e do·o)."""
-    blocks = problem.blocks(config.block_k)
+    blocks = problem.blocks(config.block_q)
     rows = jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32)
     return _launch.launch(
         rows_kernel,
         *primals,
-        segment_ranges_of(primals, config.block_k, config.block_q),
+        segment_ranges_of(primals, config.block_q, config.block_k),
         *saved,
         out_type=(rows, rows),
         grid=blocks * problem.H * problem.B,
         config=config,
         problem=problem,
-        CHECKED=problem.checked(config.block_q, over_keys=True),
+        CHECKED=problem.checked(config.block_k, over_keys=True),
         BLOCKS=blocks,
-        BLOCK_Q=config.block_k,
-        BLOCK_K=config.block_q,
+        BLOCK_Q=config.block_q,
+        BLOCK_K=config.block_k,
     )
 
 
