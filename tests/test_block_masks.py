@@ -133,13 +133,15 @@ def test_windows_of_any_size():
 
 
 @pytest.mark.usefixtures("strict")
-def test_builders_for_users_who_forbid_promotion():
+@pytest.mark.parametrize("x64", (False, True))
+def test_builders_for_users_who_forbid_promotion(x64):
     numbers, ids = np.zeros((2, 3), np.int16), np.zeros((2, 16), np.int32)
-    block_masks.strided(16, 16, 1, 2, heads=2, block_size=(4, 4))
-    block_masks.global_and_local(16, 16, 1, 2, (4, 4))
-    block_masks.documents(ids.astype(np.uint8), ids, (4, 4))
-    block_masks.vertical_slash(16, 16, numbers, numbers, (4, 4))
-    block_masks.top_k(np.ones((2, 3, 4), np.float16), 2)
+    with jax.enable_x64(x64):
+        block_masks.strided(16, 16, 1, 2, heads=2, block_size=(4, 4))
+        block_masks.documents(ids.astype(np.uint8), ids, (4, 4))
+        block_masks.global_and_local(16, 16, 1, 2, (4, 4))
+        block_masks.vertical_slash(16, 16, numbers, numbers, (4, 4))
+        block_masks.top_k(np.ones((2, 3, 4), np.float16), 2)
 
 
 def test_builders_of_a_long_context_take_little_memory():

@@ -201,7 +201,7 @@ class Visibility:
         `xp` as above, where there are no segment ids and no mask either. Queries after the end count as the last one.
         """
         first, stop = (_in_blocks(x, block_q, xp=xp) for x in self.intervals(xp))
-        start = xp.arange(-(-self.kv_len // block_k))[None, None] * block_k
+        start = xp.arange(-(-self.kv_len // block_k), dtype=xp.int32)[None, None] * block_k
         end = xp.minimum(start + block_k, self.kv_len)
         least_first = xp.where(first < stop, first, self.kv_len).min(2)[:, :, None]
         some = (least_first < end) & (start < stop.max(2)[:, :, None])
