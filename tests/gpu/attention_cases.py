@@ -93,9 +93,11 @@ class Case:
         if self.packed:
             x = x._replace(cu_seqlens_q=_cuts(S, 0, self.first, rng), cu_seqlens_k=_cuts(K, 1, self.first, rng))
         if spec.dropout_rate:
-            key = jnp.broadcast_to(jnp.asarray([2**31 + 7, 13], jnp.uint32), (self.B, self.H, 2))
+            of_all = lambda *words: jnp.broadcast_to(jnp.asarray(words, jnp.uint32), (self.B, self.H, len(words)))
             place = jnp.stack(jnp.meshgrid(jnp.arange(self.B), jnp.arange(self.H), indexing="ij"), -1)
-            x = x._replace(dropout=jnp.concatenate([key, place.astype(jnp.uint32)], -1))
+            # Of every second query from the third on, and of every third key from the fifth on, of a whole.
+            words = of_all(2**31 + 7, 13), place.astype(jnp.uint32), of_all(2, 2, 4, 3)
+            x = x._replace(dropout=jnp.concatenate(words, -1))
         return x, spec
 
     def _hidden(self, rng, shape: tuple[int, ...]):

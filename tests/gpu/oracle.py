@@ -104,9 +104,10 @@ def visible(x: Operands, spec: FlashAttentionSpec):
 def kept(x: Operands, spec: FlashAttentionSpec):
     """Whether dropout keeps a weight: bool [B, H, S, K]."""
     (q_sequence, i), (_, j), _ = positions(x)
-    key_0, key_1, batch, head = (np.asarray(x.dropout)[:, :, n, None, None] for n in range(4))
+    key_0, key_1, batch, head, *places = (np.asarray(x.dropout)[:, :, n, None, None] for n in range(8))
     batch = batch + q_sequence[:, None, :, None].astype(np.uint32)
-    word = philox(j[:, None, None, :], i[:, None, :, None], batch, head, key_0, key_1)
+    i, j = places[0] + places[1] * i[:, None, :, None], places[2] + places[3] * j[:, None, None, :]
+    word = philox(j, i, batch, head, key_0, key_1)
     return word >= np.uint32(min(round(spec.dropout_rate * 2**32), 2**32 - 1))
 
 

@@ -70,7 +70,7 @@ class Call:
             "softmax_scale": array((1, H), "float32"),
             "cu_seqlens_q": array((1, 6), "int32"),
             "cu_seqlens_k": array((1, 6), "int32"),
-            "dropout": array((B, H, 4), "uint32"),
+            "dropout": array((B, H, 8), "uint32"),
         }
         x = Operands(q, k, v, **{name.removesuffix("_of_keys"): optional[name] for name in self.has})
         return x._replace(sinks=array((1, H, self.sinks), "float32")) if self.sinks else x
