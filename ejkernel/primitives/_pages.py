@@ -14,7 +14,7 @@ class CacheSpec(ShortRepr):
     """What is computed, besides the arrays.
 
     Attributes:
-        window: a query at position i sees keys i − left ≤ j ≤ i with `left = window − 1`; None for no bound.
+        window: how many keys a query sees, its own and those before it; None for no bound.
         softcap: logits become softcap·tanh(logits / softcap).
         softmax_scale: the factor of q·kᵀ.
         num_splits: the number of parts of a sequence's keys, whose softmaxes are merged; None lets the implementation
@@ -28,6 +28,11 @@ class CacheSpec(ShortRepr):
     softmax_scale: float = 1.0
     num_splits: int | None = None
     batch_invariant: bool = False
+
+    @property
+    def left(self) -> int | None:
+        """How many keys before its own a query sees; None for all."""
+        return None if self.window is None else self.window - 1
 
 
 def result_dtypes(dtypes: Mapping[str, Any], spec: CacheSpec) -> dict[str, Any]:

@@ -84,8 +84,7 @@ def over_batch(step: Callable[[Any], Any], x: Any, one_by_one: bool = False) -> 
 
 def seen_until(position: Array, stop: Array, spec: CacheSpec) -> tuple[Array, Array]:
     """The range first ≤ j < stop of keys that a query at a position sees within the window; empty for a `stop` of 0."""
-    left = None if spec.window is None else spec.window - 1
-    return interval(position, left, None, 0, stop)
+    return interval(position, spec.left, None, 0, stop)
 
 
 def sinks_of(sinks: Array | None, tokens: int) -> Array | None:

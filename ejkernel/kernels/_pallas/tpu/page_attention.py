@@ -43,9 +43,8 @@ def page_attention(
     from ._paged.decode import decode
 
     x = Operands(*operands)
-    left = None if spec.window is None else spec.window - 1
     in_table = x.block_tables.shape[2] * x.k_pages.shape[2]
-    first, stop = interval(x.context_lens - 1, left, None, 0, x.context_lens.clip(0, in_table))
+    first, stop = interval(x.context_lens - 1, spec.left, None, 0, x.context_lens.clip(0, in_table))
     (m, b, h, _), flat = x.q.shape, lambda a: a.reshape(-1, *a.shape[2:])
     batch = jnp.repeat(jnp.arange(m, dtype=jnp.int32), b)
     o, lse = decode(

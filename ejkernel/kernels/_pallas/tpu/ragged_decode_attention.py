@@ -44,8 +44,7 @@ def ragged_decode_attention(
 
     x = Operands(*operands)
     end = jnp.clip(x.sequence_end, 0, x.k.shape[1])
-    left = None if spec.window is None else spec.window - 1
-    first, stop = interval(end - 1, left, None, jnp.maximum(x.sequence_start, 0), end)
+    first, stop = interval(end - 1, spec.left, None, jnp.maximum(x.sequence_start, 0), end)
     batch = jnp.arange(x.q.shape[0], dtype=jnp.int32)
     return Outputs(
         *decode(x.q, x.k, x.v, first, stop, batch, None, x.sinks,

@@ -13,12 +13,15 @@ from .softmax import LOG2E
 
 @triton.jit
 def attend_tile(
-    tile, low, high, place, batch, sequence, group, token, queries, k, v, context_lens, starts,
+    tile, low, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, context_lens, starts,
     block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
     problem: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Updates the online softmax with the keys of one tile; without MASKED every token sees all of them."""
+    """Updates the online softmax with the keys of one tile; without MASKED every token sees all of them.
+
+    Of the keys low ≤ j < high a token sees first_key ≤ j < stop_key, or the drafts that its mask says.
+    """
     k_strides: tl.constexpr = problem.k
     v_strides: tl.constexpr = problem.v
     k_scale_strides: tl.constexpr = problem.k_scale
@@ -43,9 +46,9 @@ def attend_tile(
     if MASKED:
         visible_to = (clamped_position == position)[None, :]
         if problem.causal and problem.drafts == 0:
-            visible_to = visible_to & (position[None, :] <= place[:, None])
+            visible_to = visible_to & (position[None, :] < stop_key[:, None])
         if problem.left is not None:
-            visible_to = visible_to & (position[None, :] >= place[:, None] - problem.left)
+            visible_to = visible_to & (position[None, :] >= first_key[:, None])
         if problem.drafts:
             visible_to = visible_to & is_drafted(
                 draft_mask, position, batch, sequence, token, context_lens, starts, problem

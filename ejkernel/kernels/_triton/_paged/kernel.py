@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .attend import attend_tile, power_of_two, row_at
 from .softmax import LOG2E, merged, write, write_padding
-from .work import item_of_plan, keys_of_row, row_of_program, split_of_keys
+from .work import item_of_plan, keys_of_row, keys_of_tokens, row_of_program, split_of_keys
 
 
 @triton.jit
@@ -136,6 +136,7 @@ def attend_keys(
         acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    first_key, stop_key = keys_of_tokens(place, high, problem)
     begin = low // BLOCK_K
     end = tl.where(low < high, tl.cdiv(high, BLOCK_K), begin)
     # All slots of a dense cache, which are whole tiles.
@@ -149,14 +150,14 @@ def attend_keys(
         begin = tl.cdiv(low, BLOCK_K)
         for tile in tl.range(begin, full):
             maximum, total, acc = attend_tile(
-                tile, low, high, place, batch, sequence, group, token, queries, k, v, context_lens, starts,
-                block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
+                tile, low, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, context_lens,
+                starts, block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
                 problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=False,
             )  # fmt: skip
         begin = full
     for tile in tl.range(begin, end):
         maximum, total, acc = attend_tile(
-            tile, low, high, place, batch, sequence, group, token, queries, k, v, context_lens, starts,
+            tile, low, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, context_lens, starts,
             block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
             problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=masked,
         )  # fmt: skip

@@ -148,7 +148,7 @@ def _problem(x: Step, spec: CacheSpec, sequences: int, causal: bool, sinks_of_em
         columns=0 if x.block_tables is None else x.block_tables.shape[2],
         length=T // sequences if x.query_start_loc is None else None,
         causal=causal and not (x.query_start_loc is None and sequences == T),  # one token sees all of its keys
-        left=None if spec.window is None else spec.window - 1,
+        left=spec.left,
         scale=spec.softmax_scale, softcap=spec.softcap,
         k=strides_of(x.k.shape[:4], 1 + paired), v=strides_of(x.v.shape[:4], 1 + paired), v_offset=D * paired,
         k_scale=of(x.k_scale), v_scale=of(x.v_scale),

@@ -105,16 +105,23 @@ def item_of_plan(item, plan, context_lens, starts, problem: tl.constexpr, schedu
 
 
 @triton.jit
+def keys_of_tokens(position, context, problem: tl.constexpr):
+    """The keys first ≤ j < stop that tokens at these positions see, drafts aside: `interval` of _visibility.py."""
+    stop = tl.minimum(context, problem.page * max(problem.columns, 1))
+    if problem.causal and problem.drafts == 0:
+        stop = tl.minimum(position + 1, stop)
+    first = 0
+    if problem.left is not None:
+        first = tl.maximum(position - problem.left, 0)
+    return first, stop
+
+
+@triton.jit
 def keys_of_row(batch, sequence, position, tokens, context_lens, first_keys, problem: tl.constexpr):
     """The keys low ≤ j < high that some token of a row sees, whose first token stands at this position."""
     context = context_of(context_lens, batch, sequence, problem)
-    high = context
-    if problem.causal and problem.drafts == 0:
-        high = tl.minimum(position + tokens, context)
-    high = tl.minimum(high, problem.page * max(problem.columns, 1))
-    low = 0
-    if problem.left is not None:
-        low = tl.maximum(position - problem.left, 0)
+    low, _ = keys_of_tokens(position, context, problem)
+    _, high = keys_of_tokens(position + tokens - 1, context, problem)
     if first_keys is not None:
         low = tl.maximum(low, tl.load(first_keys + batch * problem.N + sequence))
     # Tokens before the first position are in no context.

@@ -38,13 +38,12 @@ def step_of(x: Operands, spec: CacheSpec, tokens: int) -> Step:
     """With rows of up to so many tokens."""
     T, page, n = x.q_latent.shape[1], x.pages.shape[2], x.context_lens.shape[1]
     drafts = None if x.draft_mask is None else x.draft_mask.shape[2]
-    left = None if spec.window is None else spec.window - 1
 
     def of_batch(context_lens, block_tables, query_start_loc, num_seqs, draft_mask):
         tables = context_lens, block_tables, query_start_loc, num_seqs
         queries = _visible(T, page, tables, draft_mask, spec)
         count = jnp.clip(num_seqs[0], 0, n)
-        rows = ragged_rows(context_lens, query_start_loc, count, T, page, left, tokens, drafts)
+        rows = ragged_rows(context_lens, query_start_loc, count, T, page, spec.left, tokens, drafts)
         # No more rows than tokens have any, and those come first.
         rows = jnp.stack([rows.request, rows.token, rows.tokens], axis=1)[:T]
         of_tokens, of_rows = None, None

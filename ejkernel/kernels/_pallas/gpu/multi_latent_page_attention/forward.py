@@ -33,9 +33,8 @@ WARPGROUPS = 3
 def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) -> Outputs:
     """o [b,t,h,c] and lse [b,t,h] of a step, from one launch and, with splits of keys, the merge of these."""
     plan, (B, T, H, R) = plan_of(x, spec, config), x.q_latent.shape
-    window = None if spec.window is None else spec.window - 1
     table, total = work_tiles(
-        x.context_lens, x.query_start_loc, x.num_seqs, T, plan.tokens, 1, window, plan.columns * plan.page
+        x.context_lens, x.query_start_loc, x.num_seqs, T, plan.tokens, 1, plan.left, plan.columns * plan.page
     )
     rows, dtype = B * T * H, x.q_latent.dtype
     of_parts = dtype if plan.splits == 1 else jnp.dtype(jnp.float32)
@@ -75,7 +74,7 @@ def plan_of(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig
     tokens = max(1, min(config.queries_per_block, block // H))
     return Plan(
         H, R, x.q_rope.shape[3], N, pages, page, pools, J, block, tokens, spec.num_splits or config.num_splits,
-        min(most_tiles(B, N, T, tokens), B * T), spec.window, spec.softmax_scale, spec.softcap,
+        min(most_tiles(B, N, T, tokens), B * T), spec.left, spec.softmax_scale, spec.softcap,
     )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ejkernel.kernels._visibility import interval
+
 from .._inline.rows import TILE_COLUMNS
 from .._launch import FIRST_BARRIER, ROWS
 from ..flash_attention.problem import Problem
@@ -37,7 +39,8 @@ class Plan:
         tokens: most tokens of a work tile.
         splits: parts that the keys of a work tile are cut into.
         most_tiles: an upper bound of the number of work tiles, of which each has a token.
-        window, scale, softcap: the options of the call.
+        left: how many keys before its own a token sees; None for all.
+        scale, softcap: the options of the call.
     """
 
     H: int
@@ -52,7 +55,7 @@ class Plan:
     tokens: int
     splits: int
     most_tiles: int
-    window: int | None
+    left: int | None
     scale: float
     softcap: float | None
 
@@ -121,6 +124,18 @@ class Plan:
         pairs = lax.div(tiles + 1, jnp.int32(2))
         each = lax.div(pairs + (self.splits - 1), jnp.int32(self.splits))
         return begin + 2 * part * each, jnp.clip(pairs - part * each, 0, each)
+
+    def cuts(self, of: WorkTile, tile: Array) -> Array:
+        """Whether some token of a work tile does not see all keys of a tile by its position and the window."""
+        position = of.position - tile * BLOCK_K
+        is_cut = position < BLOCK_K - 1
+        return is_cut if self.left is None else is_cut | (position + of.tokens - 1 > self.left)
+
+    def visible(self, of: WorkTile, tile: Array, row: Array) -> tuple[Array, Array]:
+        """The keys first ≤ j < stop of a tile that the tokens of some rows of a thread block see."""
+        begin = tile * BLOCK_K
+        token = lax.div(row, jnp.int32(self.H)) if self.tokens > 1 else 0 * row
+        return interval(of.position - begin + token, self.left, 0, 0, of.stop - begin)
 
     def slots(self, of: WorkTile, tile: Array, block_tables: Any) -> list[Array]:
         """The first row, of all slots of all pools, of each copy of a tile of keys; pages are clamped to the pool."""

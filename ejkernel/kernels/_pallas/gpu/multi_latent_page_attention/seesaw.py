@@ -158,21 +158,16 @@ def _logits(shared: Shared, stage: int, work_tile: WorkTile, tile: Array, plan: 
     s = pl.run_scoped(product, accumulator(ROWS, BLOCK_K))
     if plan.softcap is not None:
         s = logits(s, plan.problem)
-    position, left = work_tile.position - tile * BLOCK_K, plan.window
-    cut = has_invalid_slots | (position < BLOCK_K - 1)
-    if left is not None:
-        cut |= position + work_tile.tokens - left > 0
-    return lax.cond(cut, lambda s: jnp.where(_visible(position, end, plan), s, -jnp.inf), lambda s: s, s)
+    masked = lambda s: jnp.where(_visible(work_tile, tile, plan), s, -jnp.inf)
+    return lax.cond(has_invalid_slots | plan.cuts(work_tile, tile), masked, lambda s: s, s)
 
 
-def _visible(position: Array, end: Array, plan: Plan) -> Array:
-    """Which keys of a tile the rows see; `position` of their first token and `end` of the keys count from the tile."""
+def _visible(work_tile: WorkTile, tile: Array, plan: Plan) -> Array:
+    """Which keys of a tile the rows see."""
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
-    at = position + (lax.div(row, jnp.int32(plan.H)) if plan.tokens > 1 else 0 * row)
-    ok = compare_columns("sle", jnp.minimum(at, end - 1), (ROWS, BLOCK_K))
-    if plan.window is not None:
-        ok &= compare_columns("sge", at - (plan.window - 1), (ROWS, BLOCK_K))
-    return ok
+    first, stop = plan.visible(work_tile, tile, row)
+    ok = compare_columns("slt", stop, (ROWS, BLOCK_K))
+    return ok if plan.left is None else ok & compare_columns("sge", first, (ROWS, BLOCK_K))
 
 
 def _publish(shared: Shared, stage: int, p: Array, maximum: Array) -> None:

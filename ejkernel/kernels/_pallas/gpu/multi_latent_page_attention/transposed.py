@@ -171,22 +171,17 @@ def _logits(shared: Shared, work_tile: WorkTile, tile: Array, plan: Plan, number
     s = pl.run_scoped(product, accumulator(BLOCK_K, plan.rows))
     if plan.softcap is not None:
         s = logits(s, plan.problem)
-    position = work_tile.position - tile * BLOCK_K
-    cut = has_invalid_slots | (position < BLOCK_K - 1)
-    if plan.window is not None:
-        cut |= position + work_tile.tokens - plan.window > 0
-    return lax.cond(cut, lambda s: jnp.where(_visible(position, end, plan), s, -jnp.inf), lambda s: s, s)
+    masked = lambda s: jnp.where(_visible(work_tile, tile, plan), s, -jnp.inf)
+    return lax.cond(has_invalid_slots | plan.cuts(work_tile, tile), masked, lambda s: s, s)
 
 
-def _visible(position: Array, end: Array, plan: Plan) -> Array:
-    """Which keys of a tile the rows see; `position` of their first token and `end` of the keys count from the tile."""
+def _visible(work_tile: WorkTile, tile: Array, plan: Plan) -> Array:
+    """Which keys of a tile the rows see."""
     row = plgpu.broadcasted_iota(jnp.int32, (plan.rows,), 0, layout=PER_COLUMN)
-    at = position + (lax.div(row, jnp.int32(plan.H)) if plan.tokens > 1 else 0 * row)
+    first, stop = plan.visible(work_tile, tile, row)
     key = indices(jnp.int32(0), 0, (BLOCK_K, plan.rows))
-    ok = key <= broadcast_columns(jnp.minimum(at, end - 1), key)
-    if plan.window is not None:
-        ok &= key >= broadcast_columns(at - (plan.window - 1), key)
-    return ok
+    ok = key < broadcast_columns(stop, key)
+    return ok if plan.left is None else ok & (key >= broadcast_columns(first, key))
 
 
 def _times(tile: Array, factors: Array) -> Array:

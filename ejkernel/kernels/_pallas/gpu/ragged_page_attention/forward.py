@@ -83,7 +83,7 @@ def plan_of(x: Operands, spec: CacheSpec) -> PagedPlan:
     block_q, block_k, stages = BLOCKS[D]
     problem = Problem(
         *(1, T, J * page, H, G, D, D, spec.softmax_scale, spec.softcap),
-        low=None if spec.window is None else 1 - spec.window, high=0, packed=False, segmented=False,
+        low=None if spec.left is None else -spec.left, high=0, packed=False, segmented=False,
         dtype=np.dtype(x.q.dtype),
     )  # fmt: skip
     return PagedPlan(

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from ejkernel.kernels._visibility import interval
+
 
 class WorkTile(NamedTuple):
     """Tokens of one sequence, int32, as the last axis of the table has them.
@@ -58,13 +60,14 @@ def work_tiles(
     start = jnp.concatenate([bounds[:, :-1], jnp.zeros_like(begin), end], 1)
     context = jnp.pad(context_lens, ((0, 0), (0, 2)))
     position = context - length
+    first, stop = interval(position, left, None, 0, jnp.clip(context, 0, keys))
     found = WorkTile(
         token=start + batch[:, None] * tokens,
         tokens=length,
         position=position,
         sequence=jnp.minimum(number, sequences - 1) + batch[:, None] * sequences,
-        first_key=jnp.zeros_like(position) if left is None else jnp.maximum(position - left, 0),
-        stop=jnp.clip(context, 0, keys),
+        first_key=first,
+        stop=stop,
     )
     # All pairs of sequences at once, where a sort and a cumulative sum would be launches of their own.
     tiles, context = (-(-length // block_q)).reshape(-1), context.reshape(-1)

@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels._visibility import interval
+
 from ..flash_attention.tiles import MASKED, contract, tanh
 from .cache import LANES
 from .problem import Inputs, Outputs, Problem, State
@@ -128,21 +130,19 @@ def _in_two(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _visible(drafts, item: WorkItem, begin, rows: int, problem: Problem) -> jax.Array:
     """Which rows see which keys of a block that begins at key `begin`, bool [rows, keys]."""
-    shape = (rows, problem.keys)
-    key = begin + lax.broadcasted_iota(jnp.int32, shape, 1)
-    visible = (key >= item.first) & (key < item.stop)
+    first, stop = item.first, item.stop
+    if problem.tokens > 1:
+        position = item.position + _token_of(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), problem)
+        first, stop = interval(position, problem.spec.left, 0 if drafts is None else None, first, stop)
+    key = begin + lax.broadcasted_iota(jnp.int32, (rows, problem.keys), 1)
+    visible = (key >= first) & (key < stop)
     if drafts is not None:
         width = drafts.shape[1]
         new = begin - item.cached + lax.broadcasted_iota(jnp.int32, (problem.keys, width), 0)
         is_draft = new == lax.broadcasted_iota(jnp.int32, (problem.keys, width), 1)
         told = contract(drafts[...], is_draft.astype(jnp.float32).astype(drafts.dtype), (1, 1))
         visible &= (key < item.cached) | (told > 0.5)
-    if problem.tokens == 1:
-        return visible
-    position = item.position + _token_of(lax.broadcasted_iota(jnp.int32, shape, 0), problem)
-    if drafts is None:
-        visible &= key <= position
-    return visible if problem.spec.window is None else visible & (key > position - problem.spec.window)
+    return visible
 
 
 def _is_visible_to_any(visible: jax.Array, item: WorkItem, problem: Problem) -> jax.Array:
