@@ -31,6 +31,7 @@ from ejkernel.primitives.flash_mla import Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 from ._registry import configured_by, emits, kernel_registry, supported_if
+from ._target import gpu_target
 from ._visibility import visibility_of
 
 SUFFIXES = ("", "_jvp", "_bwd")
@@ -67,11 +68,17 @@ def tangent(
     tangents: Operands,
     spec: FlashAttentionSpec,
     config: KernelConfig,
+    again: Callable[..., Outputs] | None = None,
 ) -> Outputs:
-    """The tangents of o and lse, where `attend` is the tangent of flash_attention; a tangent of None is zero."""
+    """The tangents of o and lse, where `attend` is the tangent of flash_attention; a tangent of None is zero.
+
+    With `again`, a forward of flash_attention, o and lse are computed again, by the keys and values expanded here.
+    """
     visible = _visible(primals, spec)
     primals, tangents = _without_hidden(primals, visible), _without_hidden(tangents, visible)
-    return attend(expanded(primals), outputs, _expanded_tangent(primals, tangents), spec=spec, config=config)
+    operands = expanded(primals)
+    outputs = outputs if again is None else again(*operands, spec=spec)
+    return attend(operands, outputs, _expanded_tangent(primals, tangents), spec=spec, config=config)
 
 
 def backward(
@@ -82,13 +89,19 @@ def backward(
     wrt: tuple[str, ...],
     spec: FlashAttentionSpec,
     config: KernelConfig,
+    again: Callable[..., Outputs] | None = None,
 ) -> tuple[Array, ...]:
-    """The cotangents of the operands named in wrt, where `attend` is the backward of flash_attention."""
+    """The cotangents of the operands named in wrt, where `attend` is the backward of flash_attention.
+
+    With `again`, a forward of flash_attention, o and lse are computed again, by the keys and values expanded here.
+    """
     primals = _without_hidden(primals, _visible(primals, spec))
     made_of = {"k": ("kv_latent", "k_rope", "w_kc"), "v": ("kv_latent", "w_vc")}
     asked = [name for name, of in made_of.items() if not set(of).isdisjoint(wrt)]
     asked = (*asked, *(name for name in wrt if name in algorithm.Operands._fields))
-    gradients = attend(expanded(primals), outputs, cotangents, wrt=asked, spec=spec, config=config)
+    operands = expanded(primals)
+    outputs = outputs if again is None else again(*operands, spec=spec)
+    gradients = attend(operands, outputs, cotangents, wrt=asked, spec=spec, config=config)
     found, features = dict(zip(asked, gradients, strict=True)), primals.w_kc.shape[3]
     latent, w_kc, w_vc = primals.kv_latent, primals.w_kc, primals.w_vc
     parts = {
@@ -101,11 +114,19 @@ def backward(
 
 
 def register(
-    module: str, attention: Any, kernels: Callable[[], Kernels], platform: Platform, backend: Backend, priority: int
+    module: str,
+    attention: Any,
+    kernels: Callable[[], Kernels],
+    platform: Platform,
+    backend: Backend,
+    priority: int,
+    absorbs: Callable[..., bool] = lambda x, spec: False,
 ) -> None:
     """Registers flash_mla on a platform that has a package of `attention` kernels, which `kernels()` imports.
 
-    `supports` and the configs are those of flash_attention for the expanded shapes.
+    `supports` and the configs are those of flash_attention for the expanded shapes. `absorbs(x, spec)` is whether the o
+    and lse that tangent and backward are given may be of attention to the latents. In exp(s − lse) both have to be of
+    the same keys, and the expanded ones are rounded: the forward of the expanded keys is then computed again.
     """
 
     def flash_mla(
@@ -126,7 +147,7 @@ def register(
     ) -> Outputs:
         """The tangents of o and lse; a tangent of None is zero."""
         check(flash_mla_jvp, primals, config)
-        return tangent(kernels().tangent, primals, outputs, tangents, spec, config)
+        return tangent(kernels().tangent, primals, outputs, tangents, spec, config, again(primals, spec))
 
     def flash_mla_bwd(
         primals: Operands,
@@ -139,7 +160,12 @@ def register(
     ) -> tuple[Array, ...]:
         """The cotangents of the operands that wrt names; a cotangent of None is zero."""
         check(flash_mla_bwd, primals, config)
-        return backward(kernels().backward, primals, outputs, cotangents, wrt, spec, config)
+        return backward(kernels().backward, primals, outputs, cotangents, wrt, spec, config, again(primals, spec))
+
+    def again(x: Operands, spec: FlashAttentionSpec) -> Callable[..., Outputs] | None:
+        if spec.split or not absorbs(x, spec):  # the lse given with a split is that of all keys
+            return None
+        return partial(kernels().forward, config=_space(kernels, "flash_attention", spec, x, gpu_target())[0])
 
     def check(implementation: Callable, x: Operands, config: KernelConfig) -> None:
         if wrong := implementation.excess(x, config):

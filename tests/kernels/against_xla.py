@@ -36,13 +36,17 @@ def poisoned(call):
     return of(x), spec, of(tangents)
 
 
+def implementation(name, platform, backend):
+    """The implementation on a platform that takes calls of any length; those of a higher priority take few queries."""
+    entries = kernel_registry.list_implementations(name)
+    return [e.implementation for e in entries if (e.platform, e.backend) == (platform, backend)][-1]
+
+
 def check(case, call, platform, backend, config, tolerance=1e-5, run=lambda f: f):
     """Compares forward, backward and tangent of a call of `prepared`; `run` executes a function on the platform."""
     (x, spec, tangents), name = call, case.operation
     wrt = tuple(n for n, t in tangents._asdict().items() if t is not None)
-    implementations = [
-        kernel_registry.find(name + kind, platform, backend).implementation for kind in ("", "_bwd", "_jvp")
-    ]
+    implementations = [implementation(name + kind, platform, backend) for kind in ("", "_bwd", "_jvp")]
     formulas = [kernel_registry.find(name + kind, "xla").implementation for kind in ("", "_bwd", "_jvp")]
 
     def derivatives(of, cotangents, **how):

@@ -142,8 +142,8 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(x64):
 
 
 def largest(text):
-    """The elements of the largest array in a program of HLO."""
-    shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text)
+    """The elements of the largest array in a program, of HLO or of StableHLO."""
+    shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text) + re.findall(r"tensor<((?:\d+x)+)", text)
     return max(math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes)
 
 

@@ -57,10 +57,11 @@ def flash_mla_arguments(
         s_ij = softmax_scale · q_i·k_j + bias_ij,   then softcap · tanh(s_ij / softcap),   then −∞ where masked
         lse_i = log(Σ_j exp s_ij + Σ_n exp sinks_n),   o_i = Σ_j exp(s_ij − lse_i) · keep_ij/(1 − dropout_rate) · v_j
 
-    Keys and values are rounded to the dtype of q. Where it costs less, as with few queries, a forward in XLA projects
-    these in place of keys and values, to q w_kcᵀ and from o_latent to o_latent w_vc, and reads a latent once for all
-    heads. Differentiable in q, kv_latent, k_rope, w_kc, w_vc, bias, sinks and a traced softmax_scale, through o and
-    lse, to any order. `multi_latent_page_attention` decodes over pages of latents.
+    Keys and values are rounded to the dtype of q. Where it costs less, as with few queries, a forward in XLA, Triton or
+    Mosaic GPU projects these in place of keys and values, to q w_kcᵀ and from o_latent to o_latent w_vc, and reads a
+    latent once for all heads; the latter two need a causal call without bias, mask, segments, dropout or traced scale.
+    Differentiable in q, kv_latent, k_rope, w_kc, w_vc, bias, sinks and a traced softmax_scale, through o and lse, to
+    any order. `multi_latent_page_attention` decodes over pages of latents.
 
     Args:
         q: queries [B, S, H, Dn + Dr], first the features without rotary embedding, then those with it.

@@ -1,9 +1,13 @@
-"""flash_mla on Hopper GPUs: XLA expands the latents to keys and values, which the kernels of flash_attention take."""
+"""flash_mla on Hopper GPUs: XLA expands the latents to keys and values, which the kernels of flash_attention take.
 
+Few queries attend to the latents by the kernels of multi_latent_page_attention.
+"""
+
+from ejkernel.kernels import _absorbed_mla as absorbed
 from ejkernel.kernels._flash_mla import Kernels, register
 from ejkernel.types import Backend, Platform
 
-from . import flash_attention
+from . import flash_attention, multi_latent_page_attention
 
 
 def kernels() -> Kernels:
@@ -13,4 +17,14 @@ def kernels() -> Kernels:
     return Kernels(forward.flash_attention, tangent.flash_attention_jvp, backward.flash_attention_bwd, configs.space)
 
 
-register(__name__, flash_attention, kernels, Platform.PALLAS, Backend.GPU, priority=200)
+register(
+    __name__, flash_attention, kernels, Platform.PALLAS, Backend.GPU, priority=200, absorbs=absorbed.absorbs_in_kernels
+)
+absorbed.register(
+    __name__,
+    multi_latent_page_attention,
+    lambda config: config.heads_per_block,
+    Platform.PALLAS,
+    Backend.GPU,
+    priority=400,
+)
