@@ -15,8 +15,9 @@ from jax import Array, lax
 from ._attention import segment_ids
 from ._collectives import all_gather as all_gathered
 from ._collectives import all_to_all
+from ._dropout import with_places
 from ._ring import ring
-from ._ring_hop import Arrays, Ring, flash, sight, with_places
+from ._ring_hop import Arrays, Ring, flash, sight
 from ._ring_layout import Band
 from .flash_attention import FlashAttention
 

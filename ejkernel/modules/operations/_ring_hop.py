@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from ...xla_utils.device_switch import device_switch
 from .._operation import Prepared
+from ._dropout import with_places
 from ._ring_layout import Band, Part, hops, place
 from .flash_attention import FlashAttention
 
@@ -170,12 +171,6 @@ def dropouts(call: Ring, arrays: Arrays, hop: Hop) -> list[Array | None]:
         ]
         found.append(with_places(arrays["dropout_key"], jnp.asarray(np.array(places, np.uint32))[device]))
     return found
-
-
-def with_places(dropout: Array, places: Array) -> Array:
-    """Words of dropout [b, h, 8] of the call in which tokens have these places: first, step of queries and of keys."""
-    behind = lax.broadcasted_iota(jnp.int32, (1, 1, 8), 2) >= 4
-    return jnp.where(behind, jnp.concatenate([jnp.zeros(4, jnp.uint32), places])[None, None], dropout)
 
 
 def rows_from(x: Array, begin: Array, part: Part, axis: int) -> Array:

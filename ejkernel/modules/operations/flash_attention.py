@@ -24,7 +24,8 @@ from ...types import (
 )
 from .._operation import Operation, Prepared
 from ._arguments import align
-from ._attention import attention_call, dropout_words, key_of_seed, results_of
+from ._attention import attention_call, results_of
+from ._dropout import dropout_words, key_of_seed
 
 NAME = algorithm.name
 
