@@ -5,6 +5,7 @@ their numbers, as many at a time as a device has multiprocessors, and do step af
 """
 
 from collections import defaultdict, deque
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from ejkernel.kernels._pallas.gpu.flash_attention.backward import with_splits
 from ejkernel.kernels._pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels._pallas.gpu.flash_attention.dq_semaphore import MOST_IN_GROUP, table_of_ranks
+from ejkernel.kernels._pallas.gpu.flash_attention.key_tile import key_tile
 from ejkernel.kernels._pallas.gpu.flash_attention.mask_info import mask_info_of
 from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
 from ejkernel.kernels._visibility import visibility_of
@@ -109,13 +111,13 @@ def _simulate(x, spec, plan, multiprocessors=MULTIPROCESSORS):
 def additions_of(plan: Plan, mask_info, ranks) -> list[list[tuple]]:
     """For each thread block, in the order of its steps, the dq to which it adds (batch, head, block) and its rank."""
 
-    def of_step(step):
-        block, head = plan.place(mask_info, step)
-        return plan.tile()[2], head, block, plan.rank(ranks, block)
+    def of_step(keys, step):
+        block, head = keys.place(step)
+        return keys.batch, head, block, keys.rank(ranks, block)
 
     def of_block(_):
-        most = plan.blocks * plan.problem.group
-        return plan.steps(mask_info), jax.lax.map(of_step, jnp.arange(most, dtype=jnp.int32))
+        keys, most = key_tile(plan, mask_info), plan.blocks * plan.problem.group
+        return keys.steps(), jax.lax.map(partial(of_step, keys), jnp.arange(most, dtype=jnp.int32))
 
     blocks = plan.scheduler.blocks
     steps, places = jax.jit(jax.vmap(of_block, axis_name="block"))(jnp.arange(blocks))

@@ -20,6 +20,7 @@ _USED = {
         "_layout: FragmentedLayout",
         "_is_signed: bool | None",
         "def splat",
+        "def store_tiled(",
         "def broadcast_in_dim",
         "def registers_shape",
         "def mlir_dtype",

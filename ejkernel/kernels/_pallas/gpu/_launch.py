@@ -32,6 +32,7 @@ __all__ = [
     "arrive",
     "broadcast_columns",
     "broadcast_rows",
+    "either",
     "full",
     "indices",
     "launch",
@@ -46,6 +47,9 @@ __all__ = [
     "whole_eights",
 ]
 
+# `plgpu.load` wants an index in jax 0.10; this is all of a ref.
+_index = inspect.signature(plgpu.load).parameters.get("idx")
+_WHOLE = ((),) if _index is not None and _index.default is _index.empty else ()
 # Mosaic GPU itself uses the named barriers below this one, of 16.
 FIRST_BARRIER = 4
 
@@ -135,13 +139,20 @@ def times_rows(tile: Array, factors: Array) -> Array:
 
 def load_vector(ref, layout, optimized: bool = True) -> Array:
     """Loads a vector in a layout: from shared memory, or from device memory if not `optimized`."""
-    wants_index = inspect.signature(plgpu.load).parameters.get("idx")  # in jax 0.10
-    index = ((),) if wants_index is not None and wants_index.default is wants_index.empty else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+    return plgpu.load(ref, *_WHOLE, layout=layout, optimized=optimized)
+
+
+def either(condition: Array, first: Callable, second: Callable, *operands: Any, unused: Callable = lambda: None) -> Any:
+    """first(*operands) if the condition holds, second(*operands) otherwise, as `lax.cond` has it.
+
+    Pallas lowers the first branch of a `lax.cond` twice, to learn the types of its results. Here that is `unused`, a
+    short branch with results of these types, which never runs, so that long branches are lowered once.
+    """
+    return lax.switch(jnp.where(condition, 2, 1), [unused, second, first], *operands)
 
 
 def stage_of(step: Array, stages: int) -> Array:
-    return lax.rem(step, jnp.int32(stages))
+    return lax.rem(step, np.int32(stages))
 
 
 # ---- Named barriers: one instruction a warp, where an arrival in shared memory is one a thread

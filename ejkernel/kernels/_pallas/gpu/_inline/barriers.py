@@ -4,6 +4,7 @@ from functools import reduce
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -37,7 +38,7 @@ def named_barrier(operation: str, barrier: int | Array, warpgroups: int) -> None
         text = f"bar.{operation} $0, {warpgroups * THREADS};"
         llvm.inline_asm(void, [number.registers[()]], text, "r", has_side_effects=True)
 
-    emit(jnp.int32(barrier))
+    emit(np.int32(barrier) if isinstance(barrier, int) else barrier)
 
 
 # ---- Semaphores in device memory (flash_attention/dq_semaphore.py)

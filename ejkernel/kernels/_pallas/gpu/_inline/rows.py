@@ -1,4 +1,4 @@
-"""Writes to some of the rows of a tile only, in shared and in device memory."""
+"""Stores of tiles in shared memory, and of some of their rows only, in shared and in device memory."""
 
 from typing import Any
 
@@ -13,6 +13,22 @@ from .registers import PER_ROW, ROWS, SPLAT, THREADS, WGMMA
 
 # A tile swizzled by 128 bytes has rows of 64 numbers of 16 bits; its swizzle repeats after 8 rows.
 TILE_COLUMNS, TILE_ROWS = 64, 8
+
+
+def store_tile(target: Any, tile: Array) -> None:
+    """target = tile, in shared memory; target [rows, columns] has a swizzle, and tiles of 8 rows.
+
+    `target[...] = tile` of Pallas also loads what `target` held. Lowering that takes as long as the store, and LLVM
+    does not remove an `ldmatrix` whose result is unused.
+    """
+    (swizzle,) = (transform.swizzle for transform in target.transforms if hasattr(transform, "swizzle"))
+    transforms = plgpu.TilingTransform((TILE_ROWS, swizzle // tile.dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), WGMMA))
+    def emit(_, target, tile):
+        tile.store_tiled(target, swizzle=swizzle)
+
+    emit(target, tile)
 
 
 def zero_rows(tile: Any, begin: Array, end: Array) -> None:

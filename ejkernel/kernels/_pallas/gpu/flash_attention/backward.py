@@ -33,7 +33,7 @@ from ejkernel.kernels._visibility import Visibility, visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .._launch import ROWS, launch, shared, whole_eights
+from .._launch import ROWS, either, launch, shared, whole_eights
 from .backward_plan import WARPGROUPS, Plan, Shared
 from .configs import SHARED_BYTES, check
 from .dkv_consumers import consume
@@ -193,7 +193,7 @@ def _kernel(
         kv_full, q_full, do_full, ds_empty, tiles_of(bias_tiles) if plan.bias else None,
     )  # fmt: skip
     sums = DqSums(dq, dq_semaphore, ranks, *ds)
-    lax.cond(
+    either(
         number < 2,
         lambda: consume(tiles, mask_info, pairs, dk, dv, number, plan),
         lambda: produce((k, v), (q, do, start, delta), tiles, mask_info, pairs, sums, plan),

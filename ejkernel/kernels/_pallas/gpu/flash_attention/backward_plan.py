@@ -1,21 +1,17 @@
-"""The static plan of the backward: block sizes, stages, barriers, tile scheduler, the order of blocks of queries."""
+"""The static plan of the backward: block sizes, stages, barriers, and the tile scheduler."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax import Array, lax
-
 from ejkernel.kernels._target import gpu_target
-from ejkernel.kernels._visibility import BlockRanges
 
 from .._launch import FIRST_BARRIER, ROWS
 from .configs import SHARED_BYTES, bytes_of_backward, columns_of_keys
 from .dq_semaphore import MOST_IN_GROUP
 from .feature_tiles import Tiles
 from .head_dims import parts_of
-from .mask_info import MaskInfo
-from .problem import Problem, blocks_of_band
+from .problem import Problem
 from .tile_scheduler import SingleTileScheduler
 
 # Two consumers of dK and dV; the third warpgroup loads, and accumulates dQ.
@@ -56,7 +52,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem, its blocks of queries, how many of them are in flight, and where this thread block works.
+    """A problem, its blocks of queries, how many of them are in flight, and how it is scheduled.
 
     deterministic: dq is added up in a certain order (dq_semaphore.py). listed: lists say which blocks of queries there
     are. bias, mask: there is one. dbias: its gradient is asked for. splits: the thread blocks that share the steps of
@@ -152,7 +148,7 @@ class Plan:
     def ds_full(self) -> int:
         return Q_EMPTY + self.stages
 
-    @property
+    @cached_property
     def scheduler(self) -> SingleTileScheduler:
         """Schedules all tiles of a head at about the same time, so that their queries and dq stay in the L2 cache.
 
@@ -170,89 +166,3 @@ class Plan:
             processors=self.processors,
             evens_out=not self.deterministic,
         )
-
-    def tile(self) -> tuple[Array, Array, Array]:
-        """The first key, the key/value head and the batch index; past the last key where the last group is not full."""
-        place, head, _ = self._place_of_tile()
-        heads = jnp.int32(self.problem.G)
-        return place * self.keys, lax.rem(head, heads), lax.div(head, heads)
-
-    def split(self) -> Array:
-        """Which of the thread blocks of a tile this is."""
-        return self._place_of_tile()[2]
-
-    def _place_of_tile(self) -> tuple[Array, Array, Array | int]:
-        """The index in its head, the head of all batches, and the split."""
-        place, head = self.scheduler.tile(lax.axis_index("block"))
-        heads = self.problem.G * self.problem.B
-        if self.circular:
-            of_all = jnp.int32(heads * self.splits)
-            place, head = lax.div(head, of_all) * self.group + place, lax.rem(head, of_all)
-        if self.splits == 1:
-            return place, head, 0
-        return place, lax.rem(head, jnp.int32(heads)), lax.div(head, jnp.int32(heads))
-
-    def block_range(self, mask_info: MaskInfo | None) -> BlockRanges:
-        """The blocks of queries that see these keys; recomputed where it is needed, to save registers."""
-        first, kv_head, batch = self.tile()
-        if mask_info is not None:
-            return mask_info.block_range(lax.div(first, jnp.int32(self.keys)), batch, kv_head)
-        return blocks_of_band(first, self.keys, *self.problem.band(of_keys=True), self.problem.S, self.block_q)
-
-    def steps(self, mask_info: MaskInfo | None) -> Array:
-        """Blocks of queries of all the heads that share the keys: those of this thread block."""
-        steps = self._steps_of_tile(mask_info)
-        if self.splits == 1:
-            return steps
-        return lax.div(steps * (self.split() + 1), jnp.int32(self.splits)) - self.step_of_tile(mask_info, 0)
-
-    def step_of_tile(self, mask_info: MaskInfo | None, step: Array | int) -> Array:
-        """The number of a step of this thread block among those of its tile."""
-        if self.splits == 1:
-            return step
-        return lax.div(self._steps_of_tile(mask_info) * self.split(), jnp.int32(self.splits)) + step
-
-    def _steps_of_tile(self, mask_info: MaskInfo | None) -> Array:
-        block_range = self.block_range(mask_info)
-        steps = (block_range.end - block_range.begin) * (1 if self.listed else self.problem.group)
-        return jnp.where(self.tile()[0] < self.problem.K, steps, 0) if self.circular else steps
-
-    def place(self, mask_info: MaskInfo | None, step: Array) -> tuple[Array, Array]:
-        """The block of queries and the head of a step: one head of the group after the other.
-
-        A list is that of a head of k and v, and has the blocks of all heads of its group, numbered head by head.
-        """
-        first, kv_head, batch = self.tile()
-        step = self.step_of_tile(mask_info, step)
-        if self.listed:
-            block = mask_info.block(step, lax.div(first, jnp.int32(self.keys)), batch, kv_head)
-            blocks = jnp.int32(self.blocks)
-            return lax.rem(block, blocks), kv_head * self.problem.group + lax.div(block, blocks)
-        block_range = self.block_range(mask_info)
-        blocks = block_range.end - block_range.begin
-        block, head = block_range.begin + lax.rem(step, blocks), kv_head * self.problem.group + lax.div(step, blocks)
-        if self.circular:
-            _, number, tiles = self._in_group(first)
-            block = lax.rem(block + lax.div(number * self.blocks, tiles), jnp.int32(self.blocks))
-        return block, head
-
-    def rank(self, ranks: Array | None, block: Array) -> Array:
-        """How many tiles of keys add to the dq of a block of queries before this one does (dq_semaphore.py)."""
-        first, _, batch = self.tile()
-        tile = lax.div(first, jnp.int32(self.keys))
-        if ranks is not None:
-            return ranks[batch if ranks.shape[0] > 1 else 0, tile, block]
-        if not self.circular:
-            last, high = jnp.int32(self.tiles - 1), self.problem.high
-            if high is not None:
-                last = jnp.minimum(last, lax.div((block + 1) * self.block_q - 1 + high, jnp.int32(self.keys)))
-            return last - tile
-        before, number, tiles = self._in_group(first)
-        last = lax.div((block + 1) * tiles - 1, jnp.int32(self.blocks))
-        return before + lax.rem(last - number + tiles, tiles)
-
-    def _in_group(self, first: Array) -> tuple[Array, Array, Array]:
-        """Of the tile with this first key: the tiles before its group, its index in it, and the size of the group."""
-        tile, group = lax.div(first, jnp.int32(self.keys)), jnp.int32(self.group)
-        before = lax.div(tile, group) * group
-        return before, tile - before, jnp.minimum(group, self.tiles - before)

@@ -10,13 +10,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._inline.registers import BITS, where_bits
-from .._inline.rows import store_rows
+from .._inline.rows import store_rows, store_tile
 from .._launch import (
     PER_COLUMN,
     ROWS,
     accumulator,
     arrive,
     broadcast_columns,
+    either,
     load_vector,
     opaque_barrier,
     opaque_copy,
@@ -25,6 +26,7 @@ from .._launch import (
 )
 from .backward_plan import DONE, P_EMPTY, P_FULL, Q_EMPTY, STORED, WARPGROUPS, Plan, Shared
 from .feature_tiles import Tiles
+from .key_tile import KeyTile, key_tile, place_of
 from .mask_info import MaskInfo
 from .pairs import Pairs, transposed_bias
 from .tiles import View, logits, visible, weights_of_lse
@@ -37,53 +39,58 @@ def consume(
     tiles: Shared, mask_info: MaskInfo | None, pairs: Pairs | None, dk: Any, dv: Any, number: Array, plan: Plan
 ) -> None:
     """A consumer warpgroup: accumulates dk and dv of its own 64 keys, or one of the two for keys that both share."""
-    given = plan, mask_info, pairs, tiles
-    role = lambda of, *arrays: lambda: _accumulate(partial(of, *given), arrays, tiles, (dk, dv), number, plan)
+    given = mask_info, pairs, tiles
+    role = lambda of, *arrays: lambda: _accumulate(of, arrays, *given, (dk, dv), number, plan)
     if plan.wide:
-        lax.cond(number == 0, role(dv_consumer, 1), role(dk_consumer, 0))
+        either(number == 0, role(dv_consumer, 1), role(dk_consumer, 0))
     else:
         role(dk_dv_consumer, 0, 1)()
 
 
-def _accumulate(of: Callable, arrays: tuple[int, ...], tiles: Shared, out: tuple, number: Array, plan: Plan) -> None:
+def _accumulate(
+    of: Callable, arrays: tuple[int, ...], mask_info: MaskInfo | None, pairs: Pairs | None, tiles: Shared, out: tuple,
+    number: Array, plan: Plan,
+) -> None:  # fmt: skip
     """Computes the gradients of `arrays` (0: k, 1: v), and stores them through the shared memory of their tiles."""
     kv_tiles = tiles.k, tiles.v
     plgpu.set_max_registers(REGISTERS, action="increase")
     plgpu.barrier_wait(tiles.kv_full)
     widths = (kv_tiles[array].columns[-1].stop for array in arrays)
-    found = pl.run_scoped(of, *(accumulator(ROWS, width) for width in widths))
+    keys = key_tile(plan, mask_info)
+    found = pl.run_scoped(partial(of, plan, keys, pairs, tiles), *(accumulator(ROWS, width) for width in widths))
     sync(DONE, WARPGROUPS)
+    place = place_of(plan)  # computed again, for a mainloop without a mask has no registers for it
     if plan.splits > 1:
         for gradient, array in zip(found, arrays, strict=True):
-            _store_rows(gradient * (plan.problem.scale, 1.0)[array], out[array], number, plan)
+            _store_rows(gradient * (plan.problem.scale, 1.0)[array], out[array], number, place, plan)
         return
     for gradient, array in zip(found, arrays, strict=True):
         key_block = 0 if plan.wide else number
         gradient = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
         for tile, of_part in zip(kv_tiles[array].parts, kv_tiles[array].columns, strict=True):
-            tile[key_block] = gradient[:, of_part]
+            store_tile(tile.at[key_block], gradient[:, of_part])
     plgpu.commit_smem()
     sync(STORED, 2)
-    pl.when(number == 0)(lambda: _store(tiles.k, out[0], plan.problem.D, plan))
-    pl.when(number == 1)(lambda: _store(tiles.v, out[1], plan.problem.V, plan))
+    pl.when(number == 0)(lambda: _store(tiles.k, out[0], plan.problem.D, place, plan))
+    pl.when(number == 1)(lambda: _store(tiles.v, out[1], plan.problem.V, place, plan))
 
 
-def _store_rows(gradient: Array, out: Any, number: Array, plan: Plan) -> None:
+def _store_rows(gradient: Array, out: Any, number: Array, place: tuple, plan: Plan) -> None:
     """Stores the float32 gradient of a warpgroup's keys among the rows [splits · b · K] of all splits."""
-    first, kv_head, batch = plan.tile()
+    first, kv_head, batch, split = place
     first += 0 if plan.wide else number * ROWS
     rows, features = out.shape[0] // (plan.splits * plan.problem.B), out.shape[2]
-    begin = (plan.split() * plan.problem.B + batch) * rows
+    begin = (split * plan.problem.B + batch) * rows
     store_rows(out, gradient[:, :features], begin + first, rows - first, kv_head)
 
 
-def _store(tiles: Tiles, out: Any, features: int, plan: Plan) -> None:
+def _store(tiles: Tiles, out: Any, features: int, place: tuple, plan: Plan) -> None:
     """Copies the gradient of all keys of the thread block to device memory."""
-    first, kv_head, batch = plan.tile()
+    first, kv_head, batch, _ = place
     for key_block in range(plan.key_blocks):
-        keys = pl.ds(first + key_block * ROWS, ROWS)
+        rows = pl.ds(first + key_block * ROWS, ROWS)
         for tile, of_part in zip(tiles.copies, tiles.copied(features), strict=True):
-            plgpu.copy_smem_to_gmem(tile.at[key_block], out.at[batch, keys, kv_head, of_part])
+            plgpu.copy_smem_to_gmem(tile.at[key_block], out.at[batch, rows, kv_head, of_part])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -91,19 +98,18 @@ def _store(tiles: Tiles, out: Any, features: int, plan: Plan) -> None:
 
 
 def _compute_p(
-    plan: Plan, key_block: Array | int, mask_info: MaskInfo | None, pairs: Pairs | None, tiles: Shared, step: Array,
-    part: slice,
-) -> tuple[Array, Array]:  # fmt: skip
+    plan: Plan, key_block: Array | int, keys: KeyTile, pairs: Pairs | None, tiles: Shared, step: Array, part: slice
+) -> tuple[Array, Array]:
     """p = exp(s − lse) of 64 keys and a part of a step's queries, and p times the derivative of the softcap.
 
     With t = tanh(scale·q·k / softcap) the logit is s = softcap·t, and ds/d(scale·q·k) = 1 − t².
     """
-    problem, stage, (first, _, batch) = plan.problem, stage_of(step, plan.stages), plan.tile()
+    problem, mask_info, stage = plan.problem, keys.mask_info, stage_of(step, plan.stages)
     uneven_keys = problem.K % plan.keys > 0 and (mask_info is None or plan.listed)
-    words = _words(plan, key_block, mask_info, pairs, step, part)  # read while the products are computed
+    words = _words(plan, key_block, keys, pairs, step, part)  # read while the products are computed
 
     def masked(exponents, block):
-        view = View(batch, first + key_block * ROWS, mask_info, of_keys=True)
+        view = View(keys.batch, keys.first + key_block * ROWS, mask_info, of_keys=True)
         ok = visible(view, block * plan.block_q + part.start, exponents.shape, uneven_keys, problem)
         return jnp.where(ok, exponents, -jnp.inf)
 
@@ -121,12 +127,13 @@ def _compute_p(
         if plan.mask:
             exponents = where_bits(words, exponents)
         elif uneven_keys or problem.cut:
-            block_range, (block, _) = plan.block_range(mask_info), plan.place(mask_info, step)
-            place = plan.step_of_tile(mask_info, step) if plan.listed else block
+            block_range, (block, _) = keys.block_range(), keys.place(step)
+            place = keys.step_of_tile(step) if plan.listed else block
             whole = (place >= block_range.full_begin) & (place < block_range.full_end)
             if uneven_keys:
-                whole &= first + plan.keys <= problem.K
-            exponents = lax.cond(whole, lambda: exponents, lambda: masked(exponents, block))
+                whole &= keys.first + plan.keys <= problem.K
+            keep = lambda: exponents
+            exponents = either(whole, keep, lambda: masked(exponents, block), unused=keep)
         p = weights_of_lse(exponents)
         weights = (p,) if problem.softcap is None else (p, _sloped(p, t, plan))
         return tuple(x.astype(problem.dtype) for x in weights)
@@ -142,15 +149,15 @@ def _sloped(p: Array, t: Array, plan: Plan) -> Array:
 
 
 def _words(
-    plan: Plan, key_block: Array | int, mask_info: MaskInfo | None, pairs: Pairs | None, step: Array, part: slice
+    plan: Plan, key_block: Array | int, keys: KeyTile, pairs: Pairs | None, step: Array, part: slice
 ) -> Sequence[Array]:
     """Which of a part of a step's queries see 64 keys, as bits, where there is a mask."""
     if not plan.mask:
         return ()
-    (first, _, batch), (block, head) = plan.tile(), plan.place(mask_info, step)
+    block, head = keys.place(step)
     words = block * (plan.block_q // BITS) + part.start // BITS
-    row = first + opaque_copy(key_block) * ROWS  # with fewer spills than an address that is kept
-    return pairs.words(batch, head, row, words, part.stop - part.start)
+    row = keys.first + opaque_copy(key_block) * ROWS  # with fewer spills than an address that is kept
+    return pairs.words(keys.batch, head, row, words, part.stop - part.start)
 
 
 def _issue_dp(key_block: Array | int, tiles: Shared, stage: Array, part: slice, dp) -> None:
@@ -171,7 +178,7 @@ def _store_ds(ds: Array, key_block: Array | int, tiles: Shared, step: Array, par
     stage = stage_of(step, plan.ds_stages)
     if part == plan.parts[0]:
         pl.when(step >= plan.ds_stages)(lambda: plgpu.barrier_wait(tiles.ds_empty.at[stage]))
-    tiles.ds[stage, key_block, :, part] = ds
+    store_tile(tiles.ds.at[stage, key_block, :, part], ds)
     if part == plan.parts[-1]:
         plgpu.commit_smem()
         arrive(plan.ds_full + stage, plan.key_blocks + 1)
@@ -184,7 +191,7 @@ def _square(part: slice):
 # ---- The warpgroups: each returns the gradients of its keys after all steps, dk without the scale
 
 
-def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, pairs: Pairs | None, tiles: Shared, dk, dv):
+def dk_dv_consumer(plan: Plan, keys: KeyTile, pairs: Pairs | None, tiles: Shared, dk, dv):
     """Accumulates dk and dv of this warpgroup's own 64 keys; for k and v of at most 320 columns together."""
     number = lax.axis_index("warpgroup")
 
@@ -193,7 +200,7 @@ def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, pairs: Pairs | None, 
         plgpu.barrier_wait(tiles.q_full.at[stage])
         for part in plan.parts:
             key_block = number if len(plan.parts) == 1 else opaque_copy(number)
-            p, p_sloped = _compute_p(plan, key_block, mask_info, pairs, tiles, step, part)
+            p, p_sloped = _compute_p(plan, key_block, keys, pairs, tiles, step, part)
             if part == plan.parts[0]:
                 plgpu.barrier_wait(tiles.do_full.at[stage])
 
@@ -211,33 +218,33 @@ def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, pairs: Pairs | None, 
             plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(mask_info), compute, None)
+    lax.fori_loop(0, keys.steps(), compute, None)
     return dk[...], dv[...]
 
 
-def dv_consumer(plan: Plan, mask_info: MaskInfo | None, pairs: Pairs | None, tiles: Shared, dv):
+def dv_consumer(plan: Plan, keys: KeyTile, pairs: Pairs | None, tiles: Shared, dv):
     """Accumulates dv of the 64 keys that both consumers share, and passes p to the other through shared memory."""
     (part,) = plan.parts
 
     def compute(step, _):
         stage = stage_of(step, plan.stages)
         plgpu.barrier_wait(tiles.q_full.at[stage])
-        p, p_sloped = _compute_p(plan, 0, mask_info, pairs, tiles, step, part)
+        p, p_sloped = _compute_p(plan, 0, keys, pairs, tiles, step, part)
         plgpu.barrier_wait(tiles.do_full.at[stage])
         _issue_gradient(dv, p, tiles.do, stage, part)
         pl.when(step > 0)(lambda: sync(P_EMPTY, 2))
-        tiles.p[0] = p_sloped
+        store_tile(tiles.p.at[0], p_sloped)
         arrive(P_FULL, 2)
         plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(mask_info), compute, None)
+    lax.fori_loop(0, keys.steps(), compute, None)
     return (dv[...],)
 
 
-def dk_consumer(plan: Plan, mask_info: MaskInfo | None, pairs: Pairs | None, tiles: Shared, dk):
+def dk_consumer(plan: Plan, keys: KeyTile, pairs: Pairs | None, tiles: Shared, dk):
     """Accumulates dk of the 64 keys that both consumers share, with p from the other through shared memory."""
-    (part,), last = plan.parts, plan.steps(mask_info) - 1
+    (part,), last = plan.parts, keys.steps() - 1
 
     def compute(step, _):
         stage = stage_of(step, plan.stages)
@@ -257,5 +264,5 @@ def dk_consumer(plan: Plan, mask_info: MaskInfo | None, pairs: Pairs | None, til
         plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(mask_info), compute, None)
+    lax.fori_loop(0, keys.steps(), compute, None)
     return (dk[...],)

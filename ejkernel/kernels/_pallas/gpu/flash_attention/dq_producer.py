@@ -15,9 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._inline.barriers import await_rank, count_of, count_up
+from .._inline.rows import store_tile
 from .._launch import ROWS, accumulator, arrive, stage_of, sync
 from .backward_plan import DONE, Q_EMPTY, WARPGROUPS, Plan, Shared
 from .feature_tiles import load_parts
+from .key_tile import KeyTile, key_tile
 from .mask_info import MaskInfo
 from .pairs import Pairs
 
@@ -43,21 +45,21 @@ def produce(
 ) -> None:  # fmt: skip
     """Loads the `stationary` k and v, and for each step what is `streamed`: q, do, start and delta; then adds to dq."""
     plgpu.set_max_registers(REGISTERS, action="decrease")
-    first, kv_head, batch = plan.tile()
+    keys = key_tile(plan, mask_info)
     for key_block in range(plan.key_blocks):
-        keys = pl.ds(first + key_block * ROWS, ROWS)
+        rows = pl.ds(keys.first + key_block * ROWS, ROWS)
         of_arrays = zip(stationary, (tiles.k, tiles.v), (plan.problem.D, plan.problem.V), strict=True)
         for array, of_array, width in of_arrays:
-            source = lambda of_part, array=array, keys=keys: array.at[batch, keys, kv_head, of_part]
+            source = lambda of_part, array=array, rows=rows: array.at[keys.batch, rows, keys.kv_head, of_part]
             load_parts(of_array, key_block, source, width, tiles.kv_full)
-    load = partial(_load, streamed, pairs, tiles, plan, mask_info)
-    steps = plan.steps(mask_info)
+    load = partial(_load, streamed, pairs, tiles, keys)
+    steps = keys.steps()
     lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
     plgpu.barrier_wait(tiles.kv_full)
-    semaphore_of = partial(_semaphore_of, sums.semaphore, batch, plan, mask_info)
+    semaphore_of = partial(_semaphore_of, sums.semaphore, keys)
 
     def compute(step, _):
-        _add_in_order(step, tiles, sums, semaphore_of, plan, mask_info)
+        _add_in_order(step, tiles, sums, semaphore_of, keys)
 
         @pl.when(step + plan.stages < steps)
         def _():
@@ -72,32 +74,28 @@ def produce(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load(
-    arrays: tuple, pairs: Pairs | None, tiles: Shared, plan: Plan, mask_info: MaskInfo | None, step: Array
-) -> None:
+def _load(arrays: tuple, pairs: Pairs | None, tiles: Shared, keys: KeyTile, step: Array) -> None:
     """Starts the copies of q, do, their row vectors and the bias for the queries of a step."""
-    (q, do, start, delta), problem = arrays, plan.problem
+    (q, do, start, delta), plan, problem = arrays, keys.plan, keys.plan.problem
     q_full, do_full = (barrier.at[stage_of(step, plan.stages)] for barrier in (tiles.q_full, tiles.do_full))
-    block, head = plan.place(mask_info, step)
-    batch, rows, stage = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), stage_of(step, plan.stages)
+    block, head = keys.place(step)
+    batch, rows, stage = keys.batch, pl.ds(block * plan.block_q, plan.block_q), stage_of(step, plan.stages)
     load_parts(tiles.q, stage, lambda of_part: q.at[batch, rows, head, of_part], problem.D, q_full)
     plgpu.copy_gmem_to_smem(start.at[batch, head, rows], tiles.start.at[stage], q_full)
     for key_block in range(plan.key_blocks if plan.bias else 0):
-        tile = pairs.tile_of_bias(batch, head, rows, pl.ds(plan.tile()[0] + key_block * ROWS, ROWS))
+        tile = pairs.tile_of_bias(batch, head, rows, pl.ds(keys.first + key_block * ROWS, ROWS))
         plgpu.copy_gmem_to_smem(tile, tiles.bias.copies[0].at[stage, key_block], q_full)
     load_parts(tiles.do, stage, lambda of_part: do.at[batch, rows, head, of_part], problem.V, do_full)
     plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], tiles.delta.at[stage], do_full)
 
 
-def _add_in_order(
-    step: Array, tiles: Shared, sums: DqSums, semaphore_of: Callable, plan: Plan, mask_info: MaskInfo | None
-) -> None:
+def _add_in_order(step: Array, tiles: Shared, sums: DqSums, semaphore_of: Callable, keys: KeyTile) -> None:
     """Adds the ds·k of a step to dq: when its rank is due if the sum is deterministic, else at once."""
-    add = partial(_accumulate_dq, step, tiles, sums, plan, mask_info)
+    add, plan = partial(_accumulate_dq, step, tiles, sums, keys), keys.plan
     if not plan.deterministic:
         return add()
     count = count_of(semaphore_of(step))
-    rank = lambda: plan.rank(sums.ranks, plan.place(mask_info, step)[0])
+    rank = lambda: keys.rank(sums.ranks, keys.place(step)[0])
     due = lambda: await_rank(semaphore_of(step), count, rank())
     late = (lambda: pl.when(step > 0)(lambda: _complete(step - 1, semaphore_of))) if plan.signals_late else None
     add(due, late)
@@ -111,31 +109,30 @@ def _complete(step: Array, semaphore_of: Callable) -> None:
     count_up(semaphore_of(step))
 
 
-def _semaphore_of(semaphore: Any, batch: Array, plan: Plan, mask_info: MaskInfo | None, step: Array) -> Any:
+def _semaphore_of(semaphore: Any, keys: KeyTile, step: Array) -> Any:
     """The semaphore of the block of queries of a step."""
-    block, head = plan.place(mask_info, step)
-    return semaphore.at[batch, head, block]
+    block, head = keys.place(step)
+    return semaphore.at[keys.batch, head, block]
 
 
-def _keep_ds(stage: Array, block: Array, head: Array, tiles: Shared, ds: Any, plan: Plan) -> None:
+def _keep_ds(stage: Array, block: Array, head: Array, tiles: Shared, ds: Any, keys: KeyTile) -> None:
     """Starts the copies of ds of a step to device memory, transposed as it is."""
-    first, _, batch = plan.tile()
-    queries = pl.ds(block * plan.block_q, plan.block_q)
-    for key_block in range(plan.key_blocks):
-        keys = pl.ds(first + key_block * ROWS, ROWS)
-        plgpu.copy_smem_to_gmem(tiles.ds.at[stage, key_block], ds.at[batch, head, keys, queries])
+    queries = pl.ds(block * keys.plan.block_q, keys.plan.block_q)
+    for key_block in range(keys.plan.key_blocks):
+        rows = pl.ds(keys.first + key_block * ROWS, ROWS)
+        plgpu.copy_smem_to_gmem(tiles.ds.at[stage, key_block], ds.at[keys.batch, head, rows, queries])
 
 
 def _accumulate_dq(
-    step: Array, tiles: Shared, sums: DqSums, plan: Plan, mask_info: MaskInfo | None,
+    step: Array, tiles: Shared, sums: DqSums, keys: KeyTile,
     before_addition: Callable[[], None] = lambda: None, under_first_product: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """Adds ds·k of a step to dq, computed in squares of 64 × 64 because the producer has few registers."""
-    stage = stage_of(step, plan.ds_stages)
-    block, head = plan.place(mask_info, step)
+    plan, stage = keys.plan, stage_of(step, keys.plan.ds_stages)
+    block, head = keys.place(step)
     sync(plan.ds_full + stage, plan.key_blocks + 1)
     if plan.dbias:
-        _keep_ds(stage, block, head, tiles, sums.ds, plan)
+        _keep_ds(stage, block, head, tiles, sums.ds, keys)
     for chunk in plan.dq_chunks:
         (dq_tile,) = (tile for (tile,) in tiles.dq if tile.shape[1] == chunk.stop - chunk.start)
         squares = itertools.product(range(0, plan.block_q, ROWS), _columns_of_k(chunk, plan))
@@ -155,7 +152,8 @@ def _accumulate_dq(
             if n == 0 and not (begins and under_first_product is not None):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             width = features.stop - features.start
-            dq_tile[rows, features.start - chunk.start : features.stop - chunk.start] = square[:, :width]
+            of_square = dq_tile.at[rows, features.start - chunk.start : features.stop - chunk.start]
+            store_tile(of_square, square[:, :width])
         if chunk == plan.dq_chunks[-1]:
             if plan.dbias:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -163,7 +161,7 @@ def _accumulate_dq(
         if chunk == plan.dq_chunks[0]:
             before_addition()
         plgpu.commit_smem()
-        at = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), head, chunk
+        at = keys.batch, pl.ds(block * plan.block_q, plan.block_q), head, chunk
         plgpu.copy_smem_to_gmem(dq_tile, sums.dq.at[at], reduction_op="add")
 
 

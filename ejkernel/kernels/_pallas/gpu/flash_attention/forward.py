@@ -19,6 +19,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -28,7 +29,8 @@ from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, full, launch, shared, stage_of, sync, whole_eights
+from .._inline.rows import store_tile
+from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, either, full, launch, shared, stage_of, sync, whole_eights
 from .configs import SHARED_BYTES, blocks_of_keys, check, has_pairs, in_e4m3
 from .feature_tiles import Tiles, load_parts, tiles_of, union, views
 from .head_dims import parts_of
@@ -133,7 +135,7 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     load = partial(_load, arrays, longest_first, tiles, work_tiles, mask_info, pairs, plan)
-    lax.cond(number < plan.consumers, compute, load)
+    either(number < plan.consumers, compute, load)
 
 
 def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile: Array) -> ConsumerTile:
@@ -176,7 +178,7 @@ def _store(
     factor = (1.0 if scales is None else scales.values[tile.units.head]) / total
     rows_of_o = (acc * broadcast_rows(factor, acc)).astype(plan.problem.dtype)
     for part, columns in zip(o_tiles.parts, o_tiles.columns, strict=True):
-        part[number] = rows_of_o[:, columns]
+        store_tile(part.at[number], rows_of_o[:, columns])
     lse_tile[number] = jnp.where(
         saw, (last.maximum + (jnp.log2(total) - plan.limits.p_scale_log2)) * (1 / LOG2_E), -jnp.inf
     )
@@ -198,7 +200,7 @@ def _load(
 
     def one(work_tile, step):
         first, head, batch = plan.tile(work_tile, longest_first)
-        kv_head = lax.div(head, jnp.int32(plan.problem.group))
+        kv_head = lax.div(head, np.int32(plan.problem.group))
         block_range = plan.block_range(first, head, batch, mask_info)
         stage = stage_of(work_tile, plan.q_stages)
         pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))

@@ -10,16 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._inline.registers import BITS, where_bits
-from .._launch import (
-    ROWS,
-    WGMMA,
-    accumulator,
-    arrive,
-    full,
-    load_vector,
-    stage_of,
-    times_rows,
-)
+from .._launch import ROWS, WGMMA, accumulator, arrive, either, full, load_vector, stage_of, times_rows
 from .feature_tiles import Tiles
 from .pairs import Pairs, biased
 from .plan import PING_PONG, REGISTERS, Plan
@@ -186,7 +177,8 @@ def mainloop(
         return acc, p, statistics, q
 
     if plan.persistent:
-        acc, p, after, q = lax.cond(work_tile + 1 < work_tiles, start_next_tile, finish_tile, acc, p, statistics)
+        more, unchanged = work_tile + 1 < work_tiles, lambda *carried: (*carried, q)
+        acc, p, after, q = either(more, start_next_tile, finish_tile, acc, p, statistics, unused=unchanged)
     else:
         acc, p, after, q = finish_tile(acc, p, statistics)
     return acc, statistics, Carry(step + 1, p, after, q)

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ejkernel.kernels._target import gpu_target
@@ -99,7 +101,7 @@ class Plan:
         """Bytes of a key and its value in device memory."""
         return (self.problem.D + self.problem.V) * self.problem.dtype.itemsize
 
-    @property
+    @cached_property
     def scheduler(self) -> PersistentTileScheduler | SingleTileScheduler | ListedTileScheduler:
         problem, heads = self.problem, self.problem.H * self.problem.B
         if self.listed:
@@ -114,7 +116,7 @@ class Plan:
     def tile(self, work_tile: Array, longest_first: Any = None) -> tuple[Array, Array, Array]:
         """The first query, the head and the batch index of this thread block's n-th work tile."""
         place, head = self.scheduler.tile(lax.axis_index("block"), work_tile, longest_first)
-        heads = jnp.int32(self.problem.H)
+        heads = np.int32(self.problem.H)
         return place * self.block_q, lax.rem(head, heads), lax.div(head, heads)
 
     def work_tiles(self, longest_first: Any) -> Array:
@@ -129,21 +131,21 @@ class Plan:
 
     def block_range(self, first: Array, head: Array, batch: Array, mask_info: MaskInfo | None) -> BlockRanges:
         if mask_info is not None:
-            return mask_info.block_range(lax.div(first, jnp.int32(self.block_q)), batch, head)
+            return mask_info.block_range(lax.div(first, np.int32(self.block_q)), batch, head)
         return blocks_of_band(first, self.block_q, self.problem.low, self.problem.high, self.problem.K, self.block_k)
 
     def block(self, n: Array, first: Array, head: Array, batch: Array, mask_info: MaskInfo | None) -> Array:
         """Block n of the `block_range` of these queries."""
         if mask_info is None:
             return n
-        return mask_info.block(n, lax.div(first, jnp.int32(self.block_q)), batch, head)
+        return mask_info.block(n, lax.div(first, np.int32(self.block_q)), batch, head)
 
     def units(self, scales: Scales | None, batch: Array, head: Array, first: Array) -> Units | None:
         """The scales in e4m3 of the queries from `first` on."""
         if scales is None:
             return None
-        queries = scales.queries[batch, head, lax.div(first, jnp.int32(self.block_q))]
-        return Units(queries, scales, (batch, lax.div(head, jnp.int32(self.problem.group))))
+        queries = scales.queries[batch, head, lax.div(first, np.int32(self.block_q))]
+        return Units(queries, scales, (batch, lax.div(head, np.int32(self.problem.group))))
 
     def operand(self, p: Array) -> Array:
         """The weights as the product with v takes them."""

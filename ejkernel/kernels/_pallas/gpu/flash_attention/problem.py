@@ -116,11 +116,11 @@ def blocks_of_band(first: Array, block: int, low: int | None, high: int | None, 
     begin = full_begin = jnp.int32(0)
     end, full_end = jnp.int32(blocks), jnp.int32(length // step)
     if high is not None:
-        end = jnp.minimum(end, _whole(first + block + high + step - 1, step))
-        full_end = jnp.minimum(full_end, _whole(first + high + 1, step))
+        end = lax.min(end, _whole(first + (block + high + step - 1), step))
+        full_end = lax.min(full_end, _whole(first + (high + 1), step))
     if low is not None:
         begin = _whole(first + low, step)
-        full_begin = _whole(first + block - 1 + low + step - 1, step)
+        full_begin = _whole(first + (block - 1 + low + step - 1), step)
     return BlockRanges(begin, end, full_begin, full_end).at_least_one(blocks)
 
 
@@ -151,4 +151,4 @@ def after_first(block_range: BlockRanges, compute: Callable, carry: Any, problem
 
 def _whole(x: Array, step: int) -> Array:
     """⌊x / step⌋, 0 where x is negative."""
-    return lax.div(jnp.maximum(x, 0), jnp.int32(step))
+    return lax.div(lax.max(x, np.int32(0)), np.int32(step))

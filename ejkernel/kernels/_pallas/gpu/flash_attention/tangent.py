@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -28,12 +29,14 @@ from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
+from .._inline.rows import store_tile
 from .._launch import (
     PER_ROW,
     ROWS,
     WGMMA,
     arrive,
     broadcast_rows,
+    either,
     launch,
     load_vector,
     shared,
@@ -148,7 +151,7 @@ def _kernel(
             moved, rounded_moved = moved + of_sinks, rounded_moved + of_sinks
         plgpu.barrier_wait(o_full)
         acc -= broadcast_rows(rounded_moved, acc) * o_tiles[number].astype(jnp.float32)
-        o_tiles[number] = acc.astype(plan.problem.dtype)
+        store_tile(o_tiles.at[number], acc.astype(plan.problem.dtype))
         lse_tile[number] = moved
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(o_tiles.at[number], o_dot.at[batch, rows_of(number), head])
@@ -157,7 +160,7 @@ def _kernel(
 
     arrays, tiles, full = (tensors, o, lse), (q_tile, q_dot_tile, o_tiles, lse_tile), (q_full, o_full)
     load = partial(_load, arrays, tiles, full, rings, block_range, (first, head, batch), plan)
-    lax.cond(number < plan.consumers, consume, load)
+    either(number < plan.consumers, consume, load)
 
 
 def _load(
@@ -178,7 +181,7 @@ def _load(
 
     def block(step, _):
         keys = pl.ds((block_range.end - 1 - step) * plan.block_k, plan.block_k)
-        at = batch, keys, lax.div(head, jnp.int32(plan.problem.group))
+        at = batch, keys, lax.div(head, np.int32(plan.problem.group))
         for ring in rings:
             for group in ring.groups:
                 stage = ring.stage(group, step)

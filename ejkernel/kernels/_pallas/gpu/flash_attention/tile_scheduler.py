@@ -115,21 +115,21 @@ class PersistentTileScheduler:
         if self.later_tiles_are_longer:
             count = self.paired + longest_first[block, 0]
         else:
-            count = lax.div(self.number - 1 - block, jnp.int32(self.wave)) + 1
+            count = lax.div(self.number - 1 - block, np.int32(self.wave)) + 1
         return jnp.minimum(count, end) - begin if len(self.begins) > 1 else count
 
     def tile(self, block: Array, work_tile: Array, longest_first: Any = None) -> tuple[Array, Array]:
         """The index in its head, and the head, of a thread block's n-th work tile."""
         block, begin, _ = self._in_wave(block)
         work_tile = work_tile + begin
-        number, tiles, two = work_tile * self.wave + block, jnp.int32(self.tiles), jnp.int32(2)
+        number, tiles, two = work_tile * self.wave + block, np.int32(self.tiles), np.int32(2)
         if self.later_tiles_are_longer:
             unpaired = longest_first[block, 1 + jnp.clip(work_tile - self.paired, 0, self.longest_first.shape[1] - 2)]
             pair = (lax.div(work_tile, two) * self.wave + block) * 2 + lax.rem(work_tile, two)
-            number = jnp.where(work_tile < self.paired, pair, unpaired)
+            number = lax.select(work_tile < self.paired, pair, unpaired)
             from_an_end = lax.div(lax.rem(number, tiles), two)
             last = lax.rem(lax.rem(number, tiles), two) == 0
-            return jnp.where(last, self.tiles - 1 - from_an_end, from_an_end), lax.div(number, tiles)
+            return lax.select(last, self.tiles - 1 - from_an_end, from_an_end), lax.div(number, tiles)
         return lax.rem(number, tiles), lax.div(number, tiles)
 
     def _in_wave(self, block: Array) -> tuple[Array, Array | int, Array | int]:
@@ -141,7 +141,7 @@ class PersistentTileScheduler:
                 jnp.where(in_earlier_wave, self.begins[n - 1], begin),
                 jnp.where(in_earlier_wave, self.begins[n], end),
             )
-        return lax.rem(block, jnp.int32(self.wave)) if len(self.begins) > 1 else block, begin, end
+        return lax.rem(block, np.int32(self.wave)) if len(self.begins) > 1 else block, begin, end
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,11 @@ class ListedTileScheduler:
     def work_tiles(self, block: Array, order: Any) -> Array:
         """The number of work tiles of a thread block, whose table is `order`."""
         del order
-        return lax.div(self.number - 1 - block, jnp.int32(self.blocks)) + 1
+        return lax.div(self.number - 1 - block, np.int32(self.blocks)) + 1
 
     def tile(self, block: Array, work_tile: Array, order: Any) -> tuple[Array, Array]:
         """The index in its head, and the head, of a thread block's n-th work tile, from the table `order`."""
-        number, tiles = order[work_tile * self.blocks + block], jnp.int32(self.tiles)
+        number, tiles = order[work_tile * self.blocks + block], np.int32(self.tiles)
         return lax.rem(number, tiles), lax.div(number, tiles)
 
 
@@ -250,7 +250,7 @@ class SingleTileScheduler:
         """The index in its head, and the head, of the one work tile of a thread block."""
         del work_tile, longest_first
         before = self.heads - self.last
-        first = lax.div(block, jnp.int32(self.together * self.tiles)) * self.together
+        first = lax.div(block, np.int32(self.together * self.tiles)) * self.together
         heads, ending = jnp.minimum(self.together, before - first), block >= before * self.tiles
         first, heads = jnp.where(ending, before, first), jnp.where(ending, self.last, heads)
         number = block - first * self.tiles

@@ -143,7 +143,7 @@ def weights(
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
     greatest = limits.maximum(s.max(axis=1) * exponent)
-    maximum = jnp.where(greatest > previous.maximum + limits.rescale_threshold, greatest, previous.maximum)
+    maximum = lax.select(greatest > previous.maximum + limits.rescale_threshold, greatest, previous.maximum)
     base = _base(maximum, has_mask or ok is not None)
     p, total, alpha = _relative_to(base, s, previous, exponent, p_scale_log2, limits)
     return p, Statistics(maximum, total), alpha
@@ -171,7 +171,7 @@ def updated(
         if limits.float16 is not None:
             fits &= jnp.abs(previous.maximum) <= limits.float16.maximum
         raised = jnp.maximum(previous.maximum, limits.maximum(s.max(axis=1) * exponent))
-        maximum = jnp.where(fits, previous.maximum, raised)
+        maximum = lax.select(fits, previous.maximum, raised)
         p, total, alpha = _relative_to(_base(maximum, has_mask), s, previous, exponent, p_scale_log2, limits)
         return acc * broadcast_rows(alpha, acc), operand(p), Statistics(maximum, total)
 
