@@ -148,13 +148,13 @@ class Visibility:
 
     def fully_masked(self) -> Array:
         """Whether a query sees no key, bool [b?, h?, q_len]. Transposed: whether no query sees a key."""
-        first, stop = (x[:, None] for x in self.intervals())
-        if self.segment_ids is None and self.mask is None:
-            return first >= stop
-        if self.segment_ids is None and self.mask.shape[3] == 1:
-            return (first >= stop) | ~self.mask[:, :, :, 0]
-        if self.segment_ids is not None or self.mask.shape[2] != 1:
+        if self.segment_ids is not None or (self.mask is not None and 1 not in self.mask.shape[2:]):
             return ~self.pairs().any(3)
+        first, stop = (x[:, None] for x in self.intervals())
+        if self.mask is None:
+            return first >= stop
+        if self.mask.shape[3] == 1:
+            return (first >= stop) | ~self.mask[:, :, :, 0]
         shown = jnp.pad(self.mask[:, :, 0].astype(jnp.int32), ((0, 0), (0, 0), (1, 0)))
         before = jnp.cumsum(shown, 2)  # how many of the keys before each are shown
         of = lambda index: jnp.take_along_axis(*_same_batch(before, index), 2)
