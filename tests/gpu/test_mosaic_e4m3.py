@@ -77,16 +77,18 @@ def to_e4m3(x, scale):
     return (x / scale).astype(np.float32).astype(jnp.float8_e4m3fn).astype(np.float64) * scale
 
 
-@pytest.mark.parametrize("held, block", [(128, 64), (128, 128), (192, 64), (192, 128)])
-def test_rounded(held, block):
+@pytest.mark.parametrize("block_q, block", [(128, 64), (128, 128), (192, 64), (192, 128)])
+def test_rounded(block_q, block):
     """Half a unit in the last place of q, k and v, with the keys of v in the order of the weights in a thread."""
     x, _ = Case("rounded", H=4, G=2, D=128, V=64).make(328, jnp.bfloat16)
-    (q8, k8, v8), (q_scales, k_scales, p_scales_log2, v_scales) = jax.jit(lambda *x: rounded(*x, held, block))(*x[:3])
+    (q8, k8, v8), (q_scales, k_scales, p_scales_log2, v_scales) = jax.jit(lambda *x: rounded(*x, block_q, block))(
+        *x[:3]
+    )
     thread, n = np.divmod(np.arange(384) % 16, 4)
     order = np.arange(384) // 16 * 16 + 2 * thread + np.array([0, 1, 8, 9])[n]
     originals = (*x[:2], jnp.pad(x.v, [(0, 0), (0, 56), (0, 0), (0, 0)])[:, order])
     scales = q_scales, k_scales, v_scales[..., None] * 2 ** (p_scales_log2 - LIMITS.p_scale_log2)
-    results, lengths = (q8, k8, v8.transpose(0, 3, 1, 2)), (held, block, block)
+    results, lengths = (q8, k8, v8.transpose(0, 3, 1, 2)), (block_q, block, block)
     for *arrays, length, most in zip(results, originals, scales, lengths, greatest_of(128), strict=True):
         result, exact, scale = (np.asarray(y.astype(jnp.float32), np.float64) for y in arrays)
         scale = scale.transpose(0, 2, 1)[:, np.arange(exact.shape[1]) // length, :, None]
