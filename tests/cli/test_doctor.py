@@ -145,7 +145,8 @@ def test_every_operation_has_an_example_of_the_types_that_accelerators_are_for(o
 def test_every_kernel_for_a_device_takes_the_example(operation, target):
     """Kernels for its hardware and generation: an example that a kernel refuses would not check it.
 
-    The decoding kernels are those of ragged_decode_attention, whose example they take.
+    The decoding kernels are those of ragged_decode_attention, and those of flash_mla for few queries those of
+    multi_latent_page_attention, whose examples they take.
     """
     for candidates in Check(operation, target).candidates.values():
         fitting = [
@@ -155,5 +156,6 @@ def test_every_kernel_for_a_device_takes_the_example(operation, target):
             and "capability" not in f"{reason}"
             and "Mosaic" not in f"{reason}"
             and "decoding kernels" not in f"{reason}"
+            and "with keys and values of all heads the call costs less" not in f"{reason}"
         ]
         assert fitting and [reason for _, reason in fitting if reason] == []
