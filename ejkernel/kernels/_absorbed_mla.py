@@ -32,7 +32,7 @@ from ejkernel.primitives.flash_mla import Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target, band, visible_pairs
 from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionConfig
 
-from ._flash_mla import named, product, statistics_dtype
+from ._latents import named, product, statistics_dtype
 from ._registry import configured_by, emits, kernel_registry, supported_if
 from ._target import gpu_target
 

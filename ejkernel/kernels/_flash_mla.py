@@ -15,6 +15,9 @@ Its backward gives dk and dv, with dk = [dn, dr] as k is divided; sums over head
 
 which are summed in float32 and rounded once, at the end. A position that no query sees has dn = dv = 0, but its latent
 may be NaN, and so would be their product: tangent and backward replace such a latent by 0.
+
+Where keys and values of all heads would take more than MOST_BYTES, they are expanded for one group of heads after the
+other: memory grows with the latents then, and not with the heads.
 """
 
 from collections.abc import Callable
@@ -22,19 +25,23 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
+from jax.export import is_symbolic_dim
 
 from ejkernel.primitives import flash_attention as algorithm
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Outputs
 from ejkernel.primitives.flash_mla import Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
+from ._head_groups import groups_of, in_groups
+from ._latents import onto_latents, onto_projection, projected, statistics_dtype
 from ._registry import configured_by, emits, kernel_registry, supported_if
 from ._target import gpu_target
 from ._visibility import visibility_of
 
 SUFFIXES = ("", "_jvp", "_bwd")
+# Of the keys and values that are expanded at once.
+MOST_BYTES = 1 << 31
 
 
 class Kernels(NamedTuple):
@@ -58,7 +65,11 @@ class Kernels(NamedTuple):
 
 def forward(attend: Callable[..., Outputs], x: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
     """o and lse, where `attend` is the forward of flash_attention."""
-    return attend(*expanded(x), spec=spec, config=config)
+
+    def of_heads(x):
+        return attend(*expanded(Operands(**x)), spec=spec, config=config)._asdict()
+
+    return Outputs(**in_groups(of_heads, x.q.shape[2], _groups(x), x._asdict()))
 
 
 def tangent(
@@ -76,9 +87,15 @@ def tangent(
     """
     visible = _visible(primals, spec)
     primals, tangents = _without_hidden(primals, visible), _without_hidden(tangents, visible)
-    operands = expanded(primals)
-    outputs = outputs if again is None else again(*operands, spec=spec)
-    return attend(operands, outputs, _expanded_tangent(primals, tangents), spec=spec, config=config)
+
+    def of_heads(primals, outputs, tangents):
+        primals, outputs, tangents = Operands(**primals), Outputs(**outputs), Operands(**tangents)
+        operands = expanded(primals)
+        outputs = outputs if again is None else again(*operands, spec=spec)
+        return attend(operands, outputs, _expanded_tangent(primals, tangents), spec=spec, config=config)._asdict()
+
+    given = (x._asdict() for x in (primals, outputs, tangents))
+    return Outputs(**in_groups(of_heads, primals.q.shape[2], _groups(primals), *given))
 
 
 def backward(
@@ -96,6 +113,18 @@ def backward(
     With `again`, a forward of flash_attention, o and lse are computed again, by the keys and values expanded here.
     """
     primals = _without_hidden(primals, _visible(primals, spec))
+
+    def of_heads(primals, outputs, cotangents):
+        x, outputs, cotangents = Operands(**primals), Outputs(**outputs), Outputs(**cotangents)
+        return _cotangents(attend, x, outputs, cotangents, wrt, spec, config, again)
+
+    given = (x._asdict() for x in (primals, outputs, cotangents))
+    found = in_groups(of_heads, primals.q.shape[2], _groups(primals), *given)
+    return tuple(found[name].astype(getattr(primals, name).dtype) for name in wrt)
+
+
+def _cotangents(attend, primals, outputs, cotangents, wrt, spec, config, again) -> dict[str, Array]:
+    """As `backward`, of operands all of whose heads are expanded at once; sums over heads are in float32."""
     made_of = {"k": ("kv_latent", "k_rope", "w_kc"), "v": ("kv_latent", "w_vc")}
     asked = [name for name, of in made_of.items() if not set(of).isdisjoint(wrt)]
     asked = (*asked, *(name for name in wrt if name in algorithm.Operands._fields))
@@ -105,12 +134,21 @@ def backward(
     found, features = dict(zip(asked, gradients, strict=True)), primals.w_kc.shape[3]
     latent, w_kc, w_vc = primals.kv_latent, primals.w_kc, primals.w_vc
     parts = {
-        "kv_latent": lambda: _onto_latents(found["k"][..., :features], w_kc) + _onto_latents(found["v"], w_vc),
+        "kv_latent": lambda: onto_latents(found["k"][..., :features], w_kc) + onto_latents(found["v"], w_vc),
         "k_rope": lambda: found["k"][..., features:].sum(2, dtype=statistics_dtype(latent)),
-        "w_kc": lambda: _onto_projection(latent, found["k"][..., :features], w_kc),
-        "w_vc": lambda: _onto_projection(latent, found["v"], w_vc),
+        "w_kc": lambda: onto_projection(latent, found["k"][..., :features], w_kc),
+        "w_vc": lambda: onto_projection(latent, found["v"], w_vc),
     }
-    return tuple(parts[n]().astype(getattr(primals, n).dtype) if n in parts else found[n] for n in wrt)
+    return {name: parts[name]() if name in parts else found[name] for name in wrt}
+
+
+def _groups(x: Operands) -> int:
+    """How many groups of heads are expanded one after the other."""
+    shapes = x.shapes(x.q.dtype)
+    if any(map(is_symbolic_dim, (*shapes.k.shape, *shapes.v.shape))):
+        return 1
+    size = (shapes.k.size + shapes.v.size) * x.q.dtype.itemsize
+    return groups_of(x.q.shape[2], size, MOST_BYTES)
 
 
 def register(
@@ -210,7 +248,7 @@ def expanded(x: Operands) -> algorithm.Operands:
     another order, which would round some keys differently.
     """
     latent, w_kc, w_vc = lax.optimization_barrier((x.kv_latent, x.w_kc, x.w_vc))
-    k, v = lax.optimization_barrier(tuple(_projected(latent, w).astype(x.q.dtype) for w in (w_kc, w_vc)))
+    k, v = lax.optimization_barrier(tuple(projected(latent, w).astype(x.q.dtype) for w in (w_kc, w_vc)))
     return x.attention(_with_rope(k, x.k_rope), v)
 
 
@@ -218,8 +256,8 @@ def _expanded_tangent(x: Operands, dx: Operands) -> algorithm.Operands:
     """The tangents of keys and values by the product rule; None for one whose inputs have no tangents."""
 
     def moved(w, dw):
-        terms = [] if dx.kv_latent is None else [_projected(dx.kv_latent, w)]
-        terms += [] if dw is None else [_projected(x.kv_latent, dw)]
+        terms = [] if dx.kv_latent is None else [projected(dx.kv_latent, w)]
+        terms += [] if dw is None else [projected(x.kv_latent, dw)]
         return sum(terms[1:], terms[0]) if terms else None
 
     dk, dv = moved(x.w_kc, dx.w_kc), moved(x.w_vc, dx.w_vc)
@@ -252,44 +290,3 @@ def _without_hidden(x: Operands, visible: Array | None) -> Operands:
     if visible is None or x.kv_latent is None:
         return x
     return x._replace(kv_latent=jnp.where(visible, x.kv_latent, jnp.zeros((), x.kv_latent.dtype)))
-
-
-# --- Products --------------------------------------------------------------------------------------------------------
-
-
-def _projected(latent: Array, w: Array) -> Array:
-    """Σ_c latent [b,t,c] · w [b?,c,h,n] -> [b,t,h,n]."""
-    axes, w = named(w)
-    return product(f"btc,{axes}->bthn", latent, w)
-
-
-def _onto_latents(da: Array, w: Array) -> Array:
-    """Σ_{h,n} da [b,t,h,n] · w [b?,c,h,n] -> [b,t,c]."""
-    axes, w = named(w.astype(da.dtype))
-    return product(f"bthn,{axes}->btc", da, w)
-
-
-def _onto_projection(latent: Array, da: Array, w: Array) -> Array:
-    """Σ_t latent [b,t,c] · da [b,t,h,n] -> [b?,c,h,n], the shape of w; also over the batch if w is shared by it.
-
-    da is the first factor, as in JAX's transpose of `_projected`. In the other order XLA sums some products
-    sequentially on a CPU, with twice the error.
-    """
-    axes, _ = named(w)
-    transposed = axes.replace("c", "") + "c"
-    dw = product(f"bthn,btc->{transposed}", da, latent.astype(da.dtype))
-    return jnp.moveaxis(dw, -1, -3).reshape(w.shape)
-
-
-def named(w: Array) -> tuple[str, Array]:
-    """The axes of a projection and the projection, without the batch axis if the batch shares it."""
-    return ("chn", w[0]) if w.shape[0] == 1 else ("bchn", w)
-
-
-def product(axes: str, x: Array, y: Array) -> Array:
-    """The product of x and y along the named axes in the dtype of statistics, at full float32 precision."""
-    return jnp.einsum(axes, x, y, precision="highest", preferred_element_type=statistics_dtype(x))
-
-
-def statistics_dtype(x: Array) -> Any:
-    return np.promote_types(x.dtype, np.float32)

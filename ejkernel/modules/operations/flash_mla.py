@@ -60,6 +60,7 @@ def flash_mla_arguments(
     Keys and values are rounded to the dtype of q. Where it costs less, as with few queries, a forward in XLA, Triton or
     Mosaic GPU projects these in place of keys and values, to q w_kcᵀ and from o_latent to o_latent w_vc, and reads a
     latent once for all heads; the latter two need a causal call without bias, mask, segments, dropout or traced scale.
+    Keys and values that would take more than 2 GiB are expanded for some heads at a time, in the gradient as well.
     Differentiable in q, kv_latent, k_rope, w_kc, w_vc, bias, sinks and a traced softmax_scale, through o and lse, to
     any order. `multi_latent_page_attention` decodes over pages of latents.
 
