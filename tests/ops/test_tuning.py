@@ -19,6 +19,7 @@ from ejkernel.ops.core import progress
 from ejkernel.ops.core.budget import Deadline
 from ejkernel.ops.core.checking import disagreement, same_bits
 from ejkernel.ops.core.tuner import by_priority
+from ejkernel.ops.utils import timing
 from ejkernel.ops.utils.devices import device_target
 from ejkernel.types import KernelConfig
 
@@ -146,6 +147,32 @@ def test_those_near_the_best_are_timed_again_interleaved():
     program = lambda name: lambda: called.append(name) or time.sleep(25e-3)
     found = Tuner(iters=3)._interleaved({"a": program("a"), "b": program("b")}, Deadline(math.inf))
     assert called[-4:] == ["a", "b", "a", "b"] and set(found) == {"a", "b"}
+
+
+def test_calls_that_the_host_issues_slowly_are_timed_behind_other_work(monkeypatch):
+    """The time is that of the calls alone: without the work that they wait for, and without the host's."""
+    queue = []  # seconds of work that the device has still to do
+
+    class Result:
+        def block_until_ready(self):
+            time.sleep(max(0.0, sum(queue) - (time.perf_counter() - began)))
+            queue.clear()
+
+    def issue(seconds, host):
+        nonlocal began
+        if not queue:
+            began = time.perf_counter()
+        time.sleep(host)
+        idle = time.perf_counter() - began - sum(queue)
+        queue.extend([max(0.0, idle), seconds])
+        return Result()
+
+    began = 0.0
+    monkeypatch.setattr(timing.jax, "block_until_ready", lambda result: result.block_until_ready() or result)
+    monkeypatch.setattr(timing, "_accelerator", lambda result: "device")
+    monkeypatch.setattr(timing, "_other_work", lambda device: (lambda: issue(5e-3, 0.0), 5e-3))
+    found = min(timing.batches(lambda: issue(2e-4, 1e-3), 1, 3))
+    assert 0.15 < found < 0.3, "milliseconds: the host takes 1 for each call, the device 0.2"
 
 
 # --- Checks
