@@ -76,10 +76,10 @@ def test_flops_are_those_of_the_operation():
                 assert shape.work("fwd") == pytest.approx(flops, rel=0.01), shape
                 counted.add(operation)
     recurrences = {"gated_delta_rule", "gla", "lightning_attention", "recurrent", "state_space_v2"}
-    assert counted == {"flash_attention", *recurrences}
+    assert counted == {"flash_attention", "flash_mla", *recurrences}
 
 
-@pytest.mark.parametrize("operation", ("flash_attention", "gated_delta_rule", "gla", "state_space_v2"))
+@pytest.mark.parametrize("operation", ("flash_attention", "flash_mla", "gated_delta_rule", "gla", "state_space_v2"))
 def test_flops_of_derivatives_are_those_of_the_operation(operation):
     shape = next(iter(shapes_of(operation).values()))
     flops = {inv.kernel.name: inv.kernel.cost(inv)[0] for inv in calls_of_shape(operation, shape, "bfloat16")}
@@ -125,6 +125,9 @@ def small(operation, name, **sizes):
 SMALL_CALLS = {
     "blocksparse_attention": small("blocksparse_attention", "4k-25%", length=64, block=16, heads=2, head_dim=16),
     "flash_attention": SMALL,
+    "flash_mla": small(
+        "flash_mla", "deepseek-v3-mla", heads=4, seq_q=48, seq_k=64, latent=32, nope=16, rope=8, value_dim=24
+    ),
     "gated_delta_rule": small(
         "gated_delta_rule", "qwen3-next-80b-linear", batch=2, seq=48, heads=4, qk_heads=2, key_dim=16, value_dim=16
     ),

@@ -142,6 +142,8 @@ _MODELS = (
     # google/gemma-2-9b: attn_logit_softcapping 50, every second layer with a sliding window
     _layer("gemma2-9b", 16, 8, 256, batch=2, seq=8192, softcap=50.0),
     _layer("gemma2-9b-local", 16, 8, 256, batch=2, seq=8192, softcap=50.0, window=(4095, 0)),
+    # google/gemma-2-27b, its layers with a sliding window
+    _layer("gemma2-27b-local", 32, 16, 128, batch=2, seq=8192, softcap=50.0, window=(4095, 0)),
     # google/gemma-3-12b-pt and -27b-pt: five local layers to a global one
     _layer("gemma3-12b-local", 16, 8, 256, batch=2, seq=8192, window=(1023, 0)),
     _layer("gemma3-27b-local", 32, 16, 128, batch=2, seq=8192, window=(1023, 0)),
@@ -150,6 +152,7 @@ _MODELS = (
     _layer("qwen3-next-80b", 16, 2, 256, batch=1, seq=16384),
     # deepseek-ai/DeepSeek-V3: qk_nope_head_dim 128 + qk_rope_head_dim 64, v_head_dim 128, latents expanded for training
     _layer("deepseek-v3", 128, 128, 192, value_dim=128, batch=1),
+    _layer("deepseek-v3-16k", 128, 128, 192, value_dim=128, batch=1, seq=16384),
     # openai/gpt-oss-20b and -120b: a sink for each head, every second layer with a sliding window
     _layer("gpt-oss", 64, 8, 64, sinks=1),
     _layer("gpt-oss-local", 64, 8, 64, sinks=1, window=(127, 0)),
@@ -162,12 +165,13 @@ _MODELS = (
     _layer("phi2", 32, 32, 80, batch=2),
     _layer("vit-huge-full", 16, 16, 80, batch=16, seq=1024, causal=False),
     _layer("phi3-mini", 32, 32, 96, batch=2),
-    _layer("h32-d96-full", 32, 32, 96, batch=2, causal=False),
     _layer("h32-d96-v64", 32, 32, 96, value_dim=64, batch=2),
-    _layer("h32-d112", 32, 32, 112, batch=2),
+    *(_layer(f"h32-d{d}", 32, 32, d, batch=2) for d in (72, 112, 160, 192)),
+    *(_layer(f"h32-d{d}-full", 32, 32, d, batch=2, causal=False) for d in (72, 80, 96, 112, 160, 192)),
     _layer("h16-d72", 16, 16, 72),
     _layer("h16-d104-full", 16, 16, 104, causal=False),
     *(_layer(f"h16-d{d}" + "-full" * (not c), 16, 16, d, causal=c) for d in (160, 192) for c in (True, False)),
+    _layer("h16-d256-1k-full", 16, 16, 256, seq=1024, batch=16, causal=False),
     # No model: the squares that published tables of attention kernels have in common
     *(
         _layer(f"h16-d{dim}" + "-full" * (not causal), 16, 16, dim, causal=causal)
