@@ -5,6 +5,7 @@ import math
 import sys
 import time
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -149,30 +150,15 @@ def test_those_near_the_best_are_timed_again_interleaved():
     assert called[-4:] == ["a", "b", "a", "b"] and set(found) == {"a", "b"}
 
 
-def test_calls_that_the_host_issues_slowly_are_timed_behind_other_work(monkeypatch):
-    """The time is that of the calls alone: without the work that they wait for, and without the host's."""
-    queue = []  # seconds of work that the device has still to do
-
-    class Result:
-        def block_until_ready(self):
-            time.sleep(max(0.0, sum(queue) - (time.perf_counter() - began)))
-            queue.clear()
-
-    def issue(seconds, host):
-        nonlocal began
-        if not queue:
-            began = time.perf_counter()
-        time.sleep(host)
-        idle = time.perf_counter() - began - sum(queue)
-        queue.extend([max(0.0, idle), seconds])
-        return Result()
-
-    began = 0.0
-    monkeypatch.setattr(timing.jax, "block_until_ready", lambda result: result.block_until_ready() or result)
-    monkeypatch.setattr(timing, "_accelerator", lambda result: "device")
-    monkeypatch.setattr(timing, "_other_work", lambda device: (lambda: issue(5e-3, 0.0), 5e-3))
-    found = min(timing.batches(lambda: issue(2e-4, 1e-3), 1, 3))
-    assert 0.15 < found < 0.3, "milliseconds: the host takes 1 for each call, the device 0.2"
+def test_calls_that_the_host_issues_slowly_are_profiled(monkeypatch):
+    """The time is that of the kernels, and that of the calls where they cannot be profiled."""
+    x = jnp.ones((64, 64))
+    program = partial(jax.jit(jnp.sin).lower(x).compile(), x)
+    monkeypatch.setattr(timing, "_HOST_BOUND", 0.0)
+    of_calls = list(timing.batches(program, 1, 2))
+    monkeypatch.setattr(timing, "_milliseconds_of_kernels", lambda fn: 1e-9 if fn is program else None)
+    assert list(timing.batches(program, 1, 2)) == [1e-9] * 2
+    assert min(of_calls) > 1e-6 and min(timing.batches(lambda: program(), 1, 2)) > 1e-6
 
 
 # --- Checks

@@ -33,7 +33,7 @@ FORWARD = (
 )
 FORWARD_BY_FEATURE = ((64, 128, 64, 4, 3, "chunks"), (32, 128, 64, 4, 2, "chunks"))
 FORWARD_BY_VALUE = ((32, 64, 64, 4, 2, "chunks"), (32, 64, 32, 4, 2, "chunks"))
-TANGENT = ((64, 128, 64, 8, 1, "chunks"), (64, 128, 64, 4, 1, "chunks"))
+TANGENT = ((64, 128, 64, 4, 1, "chunks"), (64, 128, 64, 8, 1, "chunks"))
 TANGENT_BY_FEATURE = ((32, 128, 64, 8, 1, "chunks"), (32, 128, 64, 4, 1, "chunks"))
 TANGENT_BY_VALUE = ((16, 64, 64, 4, 1, "chunks"), (16, 64, 32, 8, 1, "chunks"))
 BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 2, "chunks"))
