@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +18,9 @@ from ejkernel.types import AttentionShape
 from . import _vllm
 from ._attention import heads_first, without_others
 from ._contenders import Inputs, imported, of_jax, of_ours, of_torch, torch_batch, torch_on_gpu
-from ._harness import Batch, Contender, Prepared, Unavailable
+from ._harness import Contender, Prepared, Unavailable
 from ._process import asked
+from ._versions import elsewhere, left, of_earlier
 
 
 def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Sequence[str]) -> list[Contender]:
@@ -40,7 +40,7 @@ def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Seque
         Contender("torch jvp_flash", lambda: _jvp_flash_attention(shape, mode, given)),
         of_torch("FlashAttention-3", lambda: _flash_attention_3(shape, mode), mode, given),
         Contender("ejkernel of PyPI", release, warm=release),
-        Contender("ejkernel before", lambda: _earlier(shape, mode, given)),
+        of_earlier("flash_attention", ("q", "k", "v"), shape.options, mode, given),
     ]
 
 
@@ -176,41 +176,11 @@ def _published(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
     window = None if shape.window == (None, None) else _bounded(shape)
     ask = partial(asked, "_release", "EJKERNEL_RELEASE")
     with tempfile.TemporaryDirectory() as folder:
-        _left(folder, dict(zip("qkv", given.operands, strict=True)))
+        left(folder, dict(zip("qkv", given.operands, strict=True)))
         request = {"folder": folder, "causal": shape.causal, "window": window}
         config = ask(request | {"calls": 0})["config"]
         o = np.load(f"{folder}/o.npy").view(jnp.bfloat16)
-    return Prepared((o,), _elsewhere(ask, request), config)
-
-
-def _earlier(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
-    """An earlier commit of this library, from the folder in EJKERNEL_BEFORE (see _earlier.py)."""
-    request = {"options": shape.options, "mode": mode, "dtype": given.cotangent.dtype.name}
-    ask = partial(asked, "_earlier", "EJKERNEL_BEFORE")
-    arrays = dict(zip("qkv", given.operands, strict=True)) | {"do": given.cotangent} | dict(given.others)
-    arrays |= {f"{name}_dot": x for name, x in zip("qkv", given.tangents, strict=True)}
-    with tempfile.TemporaryDirectory() as folder:
-        _left(folder, arrays)
-        request["folder"] = folder
-        answer = ask(request | {"calls": 0})
-        results = [np.load(f"{folder}/result{n}.npy") for n in range(answer["results"])]
-    return Prepared(results, _elsewhere(ask, request), answer["detail"])
-
-
-def _left(folder: str, arrays: dict[str, Array]) -> None:
-    """Writes arrays to files for another process, as NumPy has no bfloat16."""
-    for name, x in arrays.items():
-        values = np.asarray(x)
-        np.save(Path(folder) / f"{name}.npy", values.view(np.uint16) if x.dtype == jnp.bfloat16 else values)
-
-
-def _elsewhere(ask: Callable[[dict], dict], request: dict) -> Batch:
-    """A contender's calls, in another process."""
-
-    def batch(calls: int) -> None:
-        ask(request | {"calls": calls})
-
-    return batch
+    return Prepared((o,), elsewhere(ask, request), config)
 
 
 def _bounded(shape: AttentionShape) -> tuple[int, int]:

@@ -1,9 +1,8 @@
-"""An earlier commit of this library: a process that calls its flash_attention in a mode, on arrays in files.
+"""An earlier commit of this library: a process that calls an operation of its in a mode, on arrays in files.
 
 The first request for a folder writes the results there; `calls` is the number of further calls.
 """
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +18,38 @@ from ._contenders import Inputs, of_jax
 from ._harness import Prepared
 
 
-@lru_cache(maxsize=1)
-def prepared(folder: str, mode: str, dtype: str, causal: bool, window: tuple, softcap: float | None) -> Prepared:
+def prepared(request: dict[str, Any]) -> Prepared:
     """The call, whose results are written to the folder."""
-    arrays = {file.stem: _array(np.load(file), dtype) for file in Path(folder).glob("*.npy")}
-    tangents = tuple(arrays[f"{name}_dot"] for name in "qkv")
-    others = {"sinks": arrays["sinks"]} if "sinks" in arrays else {}
-    given = Inputs(tuple(arrays[name] for name in "qkv"), arrays["do"], tangents, others)
-    attention = lambda q, k, v, **sinks: ejkernel.lax.flash_attention(
-        q, k, v, **sinks, causal=causal, window=window, softcap=softcap
-    )
-    ran = of_jax("before", lambda: attention, mode, given, "flash_attention").prepare()
+    folder, names = request["folder"], request["operands"]
+    arrays = {file.stem: _array(np.load(file)) for file in Path(folder).glob("*.npy")}
+    operands, cotangent = tuple(arrays.pop(name) for name in names), arrays.pop("cotangent")
+    tangents = tuple(arrays.pop(f"{name}_dot") for name in names if f"{name}_dot" in arrays)
+    options = {n: tuple(x) if isinstance(x, list) else x for n, x in request["options"].items()}
+
+    def call(*operands: jax.Array, **others: jax.Array) -> Any:
+        function = getattr(ejkernel.lax, request["operation"])
+        return function(**dict(zip(names, operands, strict=True)), **others, **options)
+
+    given = Inputs(operands, cotangent, tangents, arrays)
+    ran = of_jax("before", lambda: call, request["mode"], given, request["operation"]).prepare()
     for n, x in enumerate(ran.results):
         np.save(f"{folder}/result{n}.npy", np.asarray(x).astype(np.float32))
     return ran
 
 
-def _array(x: np.ndarray, dtype: str) -> jax.Array:
-    return jnp.asarray(x.view(jnp.bfloat16) if dtype == "bfloat16" and x.dtype == np.uint16 else x)
+_prepared: dict[str, Prepared] = {}  # the last one, by its folder
+
+
+def _array(x: np.ndarray) -> jax.Array:
+    return jnp.asarray(x.view(jnp.bfloat16) if x.dtype == np.uint16 else x)
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """The configs of the call, and the number of its results."""
-    options = request["options"]
-    window = tuple(options["window"])
-    ran = prepared(request["folder"], request["mode"], request["dtype"], options["causal"], window, options["softcap"])
+    if request["folder"] not in _prepared:
+        _prepared.clear()
+        _prepared[request["folder"]] = prepared(request)
+    ran = _prepared[request["folder"]]
     if request["calls"]:
         ran.batch(request["calls"])
     return {"detail": ran.detail, "results": len(ran.results)}

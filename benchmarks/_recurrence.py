@@ -4,6 +4,7 @@ flash-linear-attention autotunes at its first call.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from . import _referee
 from ._contenders import Inputs, arrays_of, call, imported, normal, of_ours, of_torch, torch_on_gpu
 from ._driver import Case
 from ._harness import Check, Contender
+from ._versions import of_earlier
 
 # The largest error of ours, in units of that of rounding the exact result; in float32 sums err more.
 _OURS, _IN_FLOAT32 = 3.0, 30.0
@@ -99,8 +101,11 @@ def contenders(shape: RecurrenceShape, mode: str, given: Inputs, platforms: Sequ
         chosen = dict(options(shape, mode), platform=platform)
         return lambda *x: getattr(modules, shape.operation)(**dict(zip(called, x, strict=True)), **chosen)
 
-    theirs = [of_torch(rival, partial(_fla, shape, mode, rival), mode, given) for rival in shape.rivals]
-    return [*of_ours(shape.operation, platforms, ours, mode, given), *theirs]
+    theirs = [of_torch(rival, partial(_fla, shape, mode, rival), mode, given) for rival in shape.rivals[:-1]]
+    chosen = options(shape, mode)
+    others = {name: chosen.pop(name) for name in ("g_gamma",) if name in chosen}
+    earlier = of_earlier(shape.operation, names(shape), chosen, mode, replace(given, others=others))
+    return [*of_ours(shape.operation, platforms, ours, mode, given), *theirs, earlier]
 
 
 def _fla(shape: RecurrenceShape, mode: str, rival: str) -> Callable[..., Any]:

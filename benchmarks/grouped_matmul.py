@@ -15,6 +15,7 @@ from . import _referee
 from ._contenders import Inputs, arrays_of, imported, normal, of_jax, of_ours, of_torch, torch_on_gpu
 from ._driver import Case
 from ._harness import Check, Contender, Unavailable
+from ._versions import of_earlier
 
 _ROWS = 256  # of each group that are judged, and of its matrix
 _EXPANDED = 2 * 2**30  # bytes; with more the compiler tries kernels for minutes, and finds that memory does not suffice
@@ -102,4 +103,7 @@ def _contenders(mode: str, given: Inputs, sizes: np.ndarray, platforms: Sequence
         of_jax("tokamax", tokamax, mode, given),
         of_jax("jax pallas mosaic", mosaic, mode, given),
         of_torch("torch._grouped_mm", torch_grouped, mode, given),
+        of_earlier(
+            "grouped_matmul", ("lhs", "rhs"), {"preferred_element_type": given.cotangent.dtype.name}, mode, given
+        ),
     ]

@@ -16,6 +16,7 @@ from . import _referee
 from ._contenders import Inputs, arrays_of, imported, normal, of_jax, of_ours, of_torch
 from ._driver import Case
 from ._harness import Check, Contender, Unavailable
+from ._versions import of_earlier
 
 _FEATURES = 64  # that are judged
 _HEAD = 128  # features of a head, for a rival that needs heads
@@ -75,4 +76,5 @@ def _contenders(shape: MeanPoolingShape, mode: str, given: Inputs, platforms: Se
         *of_ours("mean_pooling", platforms, lambda name: partial(mean_pooling, platform=name), mode, given),
         of_jax("jax.ops.segment_sum", lambda: segment_sum, mode, given),
         of_torch("fla", linear_attention, mode, Inputs((in_heads(given.operands[0]),), in_heads(given.cotangent))),
+        of_earlier("mean_pooling", ("x",), {}, mode, given),
     ]

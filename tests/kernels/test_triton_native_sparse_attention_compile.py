@@ -60,12 +60,15 @@ def test_the_first_config(target, shape, dtype, name, monkeypatch):
             return kernels.native_sparse_attention_jvp(a, out, moving, spec=spec, config=config)
         return kernels.native_sparse_attention(*a, spec=spec, config=config)
 
-    if name.endswith("_jvp") and dtype == "float32" and max(d, e) > 128:
-        with lowering_for(KINDS[target]):
-            assert "more spill registers" in kernels.supports_jvp(spec, x, gpu_target())
-        return
     with lowering_for(KINDS[target]):
-        assert kernels.supports(spec, x, gpu_target()) is None
+        supports = getattr(kernels, name.replace("native_sparse_attention", "supports"))
+        if reason := supports(spec, x, gpu_target()):
+            spills, few = (
+                name.endswith("_jvp") and dtype == "float32" and max(d, e) > 128,
+                target == "sm_120" and d > 128,
+            )
+            assert (spills and "more spill registers" in reason) or (few and "bytes of shared memory" in reason)
+            return
         config = configs.space(name, x, spec, gpu_target())[0]
         said, limit = configs.shared_memory(name, x, config), _launch.shared_memory_limit(gpu_target())
         launches = compiler.launches(monkeypatch, _launch, partial(call, config))

@@ -33,13 +33,13 @@ class RecurrenceShape(Shape):
 
     @property
     def rivals(self) -> tuple[str, ...]:
-        """Kernels of flash-linear-attention: chunked ones, or recurrent ones for a single token."""
+        """A kernel of flash-linear-attention, chunked or, for a single token, recurrent; and an earlier commit."""
         chunks, step = {
             "gla": ("fla chunk_gla", "fla fused_recurrent_gla"),
             "lightning_attention": ("fla chunk_simple_gla", "fla fused_recurrent_simple_gla"),
             "recurrent": ("fla chunk_retention", "fla fused_recurrent_retention"),
         }[self.operation]
-        return (step if self.seq == 1 else chunks,)
+        return (step if self.seq == 1 else chunks, "ejkernel before")
 
     @property
     def modes(self) -> tuple[str, ...]:

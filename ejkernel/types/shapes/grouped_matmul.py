@@ -29,7 +29,13 @@ class GroupedMatmulShape(Shape):
     groups: int
 
     convention: ClassVar[str] = "FLOPs: forward 2·rows·features·columns, backward twice that"
-    rivals: ClassVar[tuple[str, ...]] = ("jax.lax.ragged_dot", "tokamax", "jax pallas mosaic", "torch._grouped_mm")
+    rivals: ClassVar[tuple[str, ...]] = (
+        "jax.lax.ragged_dot",
+        "tokamax",
+        "jax pallas mosaic",
+        "torch._grouped_mm",
+        "ejkernel before",
+    )
     modes: ClassVar[tuple[str, ...]] = ("fwd", "bwd", "fwd_bwd")
 
     def at(self, rows: int) -> "GroupedMatmulShape":

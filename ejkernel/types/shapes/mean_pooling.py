@@ -26,7 +26,7 @@ class MeanPoolingShape(Shape):
     even: bool = True
 
     convention: ClassVar[str] = "bytes: x read once forward, its gradient written once backward, in 16 bits"
-    rivals: ClassVar[tuple[str, ...]] = ("jax.ops.segment_sum", "fla")
+    rivals: ClassVar[tuple[str, ...]] = ("jax.ops.segment_sum", "fla", "ejkernel before")
     modes: ClassVar[tuple[str, ...]] = ("fwd", "bwd", "fwd_bwd")
 
     @property

@@ -9,7 +9,7 @@ from ejkernel.primitives.quantized_matmul import Operands, QuantizedMatmulSpec
 from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
-# (columns, features, warps, stages)
+# (columns, features, warps, stages); with the most rows of a tile the first two change places.
 TILES = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3), (128, 128, 8, 3), (32, 64, 2, 4))
 SMALLEST = (16, 16, 1, 1)  # where none of the list fits into the shared memory of the target
 MOST_ROWS = 64
@@ -18,7 +18,8 @@ MOST_ROWS = 64
 def space(operation: str, operands: Operands, spec: QuantizedMatmulSpec, target: Target) -> list[QuantizedMatmulConfig]:
     """Tiles that fit, the likeliest first."""
     limit = shared_memory_limit(target)
-    configs = [_config(operands, tile) for tile in (*TILES, SMALLEST)]
+    first = TILES[:2] if rows_of_tile(operands) < MOST_ROWS else TILES[1::-1]
+    configs = [_config(operands, tile) for tile in (*first, *TILES[2:], SMALLEST)]
     fitting = [config for config in configs[:-1] if shared_memory(operation, operands, config) <= limit]
     return fitting or configs[-1:]
 
