@@ -108,8 +108,8 @@ def _compute_p(
     uneven_keys = problem.K % plan.keys > 0 and (mask_info is None or plan.listed)
     words = _words(plan, key_block, keys, pairs, step, part)  # read while the products are computed
 
-    def masked(exponents, block):
-        view = View(keys.batch, keys.first + key_block * ROWS, mask_info, of_keys=True)
+    def masked(exponents, tile, block):
+        view = View(tile.batch, tile.first + key_block * ROWS, mask_info, of_keys=True)
         ok = visible(view, block * plan.block_q + part.start, exponents.shape, uneven_keys, problem)
         return jnp.where(ok, exponents, -jnp.inf)
 
@@ -127,13 +127,15 @@ def _compute_p(
         if plan.mask:
             exponents = where_bits(words, exponents)
         elif uneven_keys or problem.cut:
-            block_range, (block, _) = keys.block_range(), keys.place(step)
-            place = keys.step_of_tile(step) if plan.listed else block
+            # Wide accumulators leave no registers for the scalars of the tile, so these are computed again.
+            tile = key_tile(plan, mask_info) if plan.wide else keys
+            block_range, (block, _) = tile.block_range(), tile.place(step)
+            place = tile.step_of_tile(step) if plan.listed else block
             whole = (place >= block_range.full_begin) & (place < block_range.full_end)
             if uneven_keys:
-                whole &= keys.first + plan.keys <= problem.K
+                whole &= tile.first + plan.keys <= problem.K
             keep = lambda: exponents
-            exponents = either(whole, keep, lambda: masked(exponents, block), unused=keep)
+            exponents = either(whole, keep, lambda: masked(exponents, tile, block), unused=keep)
         p = weights_of_lse(exponents)
         weights = (p,) if problem.softcap is None else (p, _sloped(p, t, plan))
         return tuple(x.astype(problem.dtype) for x in weights)
