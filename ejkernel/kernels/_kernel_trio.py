@@ -10,7 +10,8 @@
 
 The package has a module for each of the three with a function of that name, and `configs` with
 `space(name, operands, spec, target)`: the configs that may be best for a call, the likeliest first. A config may
-name one of the `variants` that are given with a kernel as its algorithm.
+name one of the `variants` that are given with a kernel as its algorithm. What was measured of a kernel holds until its
+module, `configs`, or something that these import changes.
 """
 
 import importlib
@@ -66,7 +67,7 @@ class KernelTrio:
             self._check("", self.operands(*operands), config)
             return self._function(module, "")(*operands, spec=spec, config=config)
 
-        return self._presented(forward, "", supports, variants)
+        return self._presented(forward, module, "", supports, variants)
 
     def tangent(self, module: str, supports: Predicate, variants: tuple[str, ...] = ()) -> Callable[..., Any]:
         """(primals, outputs, tangents, spec, config) → the tangents of the outputs; a tangent of None is zero."""
@@ -83,7 +84,7 @@ class KernelTrio:
             self._check("_jvp", primals, config)
             return self._function(module, "_jvp")(primals, outputs, tangents, spec=spec, config=config)
 
-        return self._presented(tangent, "_jvp", supports, variants)
+        return self._presented(tangent, module, "_jvp", supports, variants)
 
     def backward(self, module: str, supports: Predicate, variants: tuple[str, ...] = ()) -> Callable[..., Any]:
         """(primals, outputs, cotangents, wrt, spec, config) → the cotangents of the operands that wrt names."""
@@ -101,7 +102,7 @@ class KernelTrio:
             self._check("_bwd", primals, config)
             return self._function(module, "_bwd")(primals, outputs, cotangents, wrt=wrt, spec=spec, config=config)
 
-        return self._presented(backward, "_bwd", supports, variants)
+        return self._presented(backward, module, "_bwd", supports, variants)
 
     def register(self, operation: str, *implementations: Callable[..., Any]) -> None:
         """Registers the implementations for an operation, which is the algorithm or one of its family."""
@@ -117,9 +118,12 @@ class KernelTrio:
     def _function(self, module: str, suffix: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(f"{self.package}.{module}"), self.algorithm + suffix)
 
-    def _presented(self, implementation: Callable[..., Any], suffix: str, supports: Predicate, variants: tuple):
+    def _presented(
+        self, implementation: Callable[..., Any], module: str, suffix: str, supports: Predicate, variants: tuple
+    ) -> Callable[..., Any]:
         name = self.algorithm + suffix
         implementation.__module__, implementation.__name__, implementation.__qualname__ = self.package, name, name
+        implementation.modules = (module, "configs")
 
         def space(spec: Any, operands: Any, target: Target) -> list[OperationConfig]:
             configs = importlib.import_module(f"{self.package}.configs")

@@ -22,7 +22,8 @@ _IMPORT = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\
 def files_of(entries: Iterable[KernelSpec]) -> list[Path]:
     """The files of the implementations and those that they import, directly or not, from the packages of kernels.
 
-    For a package these are all its files, since its kernels are imported only when needed.
+    The kernels of a package are imported only when they are needed: for one of a `KernelTrio` these are the modules
+    that it names, for others all files of the package.
     """
     found, ahead = set(), [file for entry in entries for file in _own_files(entry)]
     while ahead:
@@ -44,7 +45,11 @@ def fingerprint(files: Iterable[Path]) -> str:
 def _own_files(entry: KernelSpec) -> list[Path]:
     module = sys.modules[entry.implementation.__module__]
     file = Path(module.__file__)
-    return list(file.parent.glob("*.py")) if hasattr(module, "__path__") else [file]
+    if not hasattr(module, "__path__"):
+        return [file]
+    if named := getattr(entry.implementation, "modules", ()):
+        return [file, *(file.with_name(f"{name}.py") for name in named)]
+    return list(file.parent.glob("*.py"))
 
 
 @functools.cache

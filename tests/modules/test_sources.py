@@ -48,6 +48,16 @@ def test_an_edit_of_a_kernel_is_seen(operation, backend):
     assert not any(f"/{other}/" in file or f"/{other}." in file for file in files for other in others)
 
 
+@pytest.mark.parametrize("folder", ["_pallas/gpu/flash_attention", "_triton/native_sparse_attention"])
+def test_what_was_measured_of_a_forward_outlives_an_edit_of_the_backward(folder):
+    operation = folder.rpartition("/")[2]
+    forward, backward = (names(source_files(operation + suffix, Backend.GPU)) for suffix in ("", "_bwd"))
+    of_forward, of_backward, of_both = (f"kernels/{folder}/{name}.py" for name in ("forward", "backward", "configs"))
+    assert of_forward in forward and of_backward not in forward
+    assert of_backward in backward
+    assert {of_both, f"kernels/{folder}/__init__.py"} <= forward & backward
+
+
 def test_the_init_file_of_a_package_counts_for_its_importers():
     files = names(source_files("ragged_page_attention_v3", Backend.GPU))
     assert {"kernels/_triton/_paged/__init__.py", "kernels/_pallas/gpu/ragged_page_attention/forward.py"} <= files
