@@ -57,14 +57,14 @@ SIZES = list(itertools.product((1, 2, 8, 33), (1, 17, 300, 1024), (1, 16)))
 DTYPES = jnp.float64, jnp.float32, jnp.bfloat16, jnp.float16
 
 
-def in_turn():
-    """Every size in every dtype, a normal run with one of them, in turn."""
+def in_one_dtype():
+    """Every size in every dtype, a normal run in one of them, another for the next size."""
     for n, (sizes, dtype) in enumerate(itertools.product(SIZES, DTYPES)):
         marks = () if n % 4 == n // 4 % 4 else pytest.mark.slow
         yield pytest.param(*sizes, dtype, marks=marks, id="-".join(map(str, (*sizes, dtype.__name__))))
 
 
-@pytest.mark.parametrize("queries, keys, heads, dtype", list(in_turn()))
+@pytest.mark.parametrize("queries, keys, heads, dtype", list(in_one_dtype()))
 def test_equals_the_formula(queries, keys, heads, dtype, x64):
     """In float64 up to rounding, otherwise with at most twice the error of the formula in the dtype."""
     x = arrays(queries, keys, heads, 2 if heads > 1 else 32, dtype)

@@ -98,14 +98,14 @@ def test_equals_the_formula(call, tiles):
         close(a, b)
 
 
-def in_turn(calls):
+def with_one_tiling(calls):
     """Every call with both tilings, a normal run with one of them, alternately."""
     for i, call in enumerate(calls):
         for j, tiles in enumerate(TILES):
             yield pytest.param(call, tiles, marks=() if (i + j) % 2 else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("call, tiles", list(in_turn(CALLS)))
+@pytest.mark.parametrize("call, tiles", list(with_one_tiling(CALLS)))
 def test_gradients_are_those_of_the_formula(call, tiles):
     """By finite differences of it; the tangent is dual to them, <u, Jt> = <Jᵀu, t>."""
     options = CALLS[call]
@@ -122,7 +122,7 @@ def test_gradients_are_those_of_the_formula(call, tiles):
     close((DO * do).sum() + np.where(np.isfinite(lse), dlse * moved, 0).sum(), along, 1e-10)
 
 
-@pytest.mark.parametrize("call, tiles", list(in_turn(("window", "segments", "mask"))))
+@pytest.mark.parametrize("call, tiles", list(with_one_tiling(("window", "segments", "mask"))))
 def test_invisible_keys_may_be_nan(call, tiles):
     """In results, gradients, tangents, and derivatives of gradients in either order."""
     hidden = np.arange(K) >= K - 4

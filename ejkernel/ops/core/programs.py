@@ -63,7 +63,7 @@ def compile_ahead(kernel: jax.stages.Lowered) -> None:
         started_outside_any_trace(kernel.compile)
 
 
-def compiled_in_turn(
+def compiled_programs(
     lower: Lower, configs: Sequence[Any], first: jax.stages.Lowered, deadline: Deadline
 ) -> Iterator[tuple[Any, Future]]:
     """Yields configs with their compiled program or error, in order; `first` is the lowered program of the first one.

@@ -33,7 +33,7 @@ from ..utils.timing import batches
 from .budget import BudgetSpent, Deadline
 from .checking import disagreement, same_bits
 from .kernel import Invocation, Kernel
-from .programs import compiled_in_turn, lowered, outside_any_trace, started_outside_any_trace
+from .programs import compiled_programs, lowered, outside_any_trace, started_outside_any_trace
 from .progress import Progress
 from .types import Cfg, hashable
 
@@ -248,13 +248,13 @@ def _with_values(
     Programs are compiled for `types` while the values are made; `first` is the lowered program of the first config.
     """
     values = started_outside_any_trace(lambda: kernel.synthetic_inputs(inv))
-    programs = compiled_in_turn(partial(lowered, kernel, types), configs, first, deadline)
+    programs = compiled_programs(partial(lowered, kernel, types), configs, first, deadline)
     of_first = next(programs)
     args, kwargs = values.result(deadline.timeout())
     inv = replace(inv, args=args, kwargs=kwargs)
     if not may_stand_for((args, kwargs), (types.args, types.kwargs)):  # the kernel made other types
         programs.close()
-        programs = compiled_in_turn(partial(lowered, kernel, inv), configs, lowered(kernel, inv, configs[0]), deadline)
+        programs = compiled_programs(partial(lowered, kernel, inv), configs, lowered(kernel, inv, configs[0]), deadline)
         of_first = next(programs)
     return inv, _calls(of_first, programs, [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf)])
 
