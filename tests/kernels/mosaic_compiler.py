@@ -3,9 +3,10 @@
 The compiler of JAX's CUDA plugin asks the driver for the device, and then needs none. So a process of its own runs with
 a library in the driver's place that answers for a device of compute capability 9.0:
 
-    python -m tests.kernels.mosaic_compiler gemma2-9b-local flash_attention_bwd
+    python -m tests.kernels.mosaic_compiler flash_attention gemma2-9b-local
 
-prints for each kernel a line of JSON: the bytes of spilled registers and the remarks on serialized products.
+prints, as JSON, for the forward, the tangent and the backward of a named call what its kernels spill, in bytes, and the
+remarks on serialized products.
 """
 
 import ctypes
@@ -20,7 +21,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from ejkernel.types import Platform, Target
+
+HOPPER = Target("cuda", "NVIDIA H200", 90, 132)
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 # Attributes of the device by number: the compute capability, multiprocessors, threads of a warp.
 DRIVER = """
@@ -37,7 +42,7 @@ int cuModuleLoadData(void** module, const void* image) { return 0; }
 int cuModuleGetFunction(void** function, void* module, const char* name) { return 0; }
 int cuFuncSetAttribute(void* function, int attribute, int value) { return 0; }
 """
-SERIALIZED = re.compile(r"C75\d\d")
+SERIALIZED = re.compile(r"\((C\d+)\)[^\n]* serialized ")
 
 
 def missing() -> str | None:
@@ -66,8 +71,11 @@ def assembler() -> Path | None:
     return None if found is None else Path(found).parent
 
 
-def reports(folder: Path, shape: str, *operations: str) -> dict[str, list[tuple[int, list[str]]]]:
-    """(bytes of spilled registers, remarks on serialized products) of each kernel of operations at a named shape."""
+def reports(folder: Path, operation: str, shape: str) -> dict[str, list[tuple[int, list[str]]]]:
+    """(bytes of spilled registers, remarks on serialized products) of each kernel in Mosaic GPU of a named call.
+
+    They have their heuristic configs; kernels in Triton are left out. "…, deterministic" has that option.
+    """
     driver = folder / "libcuda.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", driver], input=DRIVER, text=True, check=True)
     env = os.environ | {
@@ -76,7 +84,7 @@ def reports(folder: Path, shape: str, *operations: str) -> dict[str, list[tuple[
         "JAX_PLATFORMS": "cpu",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
     }
-    command = [sys.executable, "-m", __name__, shape, *operations]
+    command = [sys.executable, "-m", __name__, operation, shape]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -118,24 +126,36 @@ def modules(operation) -> Iterator[bytes]:
                 yield from modules(inner.operation)
 
 
-def main(shape: str, *operations: str) -> None:
-    """Prints the reports of the heuristic configs; "deterministic" after the name of an operation asks for that."""
+def calls(operation: str, shape: str) -> Iterator[tuple[str, Any]]:
+    """The calls that the gradient of a layer makes, by name, and the backward once more with `deterministic`."""
+    from ejkernel.cli.tune import calls_of_shape
+    from ejkernel.types.shapes import shapes_of
+
+    for call in calls_of_shape(operation, shapes_of(operation)[shape], "bfloat16"):
+        call = dataclasses.replace(call, target=HOPPER)
+        yield call.kernel.name, call
+        spec = call.kwargs["spec"]
+        if call.kernel.name.endswith("_bwd") and hasattr(spec, "deterministic"):
+            kwargs = call.kwargs | {"spec": dataclasses.replace(spec, deterministic=True)}
+            yield f"{call.kernel.name}, deterministic", dataclasses.replace(call, kwargs=kwargs)
+
+
+def main(operation: str, shape: str) -> None:
+    """Prints the reports of a named call."""
     import jax
 
-    from ejkernel.kernels._pallas.gpu.flash_attention import configs
     from ejkernel.kernels._target import lowering_for
 
-    from .mosaic import CALLS, HOPPER, arguments, run
-
-    x, spec = CALLS[shape]
     found = {}
-    for asked in operations:
-        operation, _, deterministic = asked.partition(" ")
-        spec = dataclasses.replace(spec, deterministic=bool(deterministic))
-        with lowering_for(HOPPER):
-            config = configs.space(operation, x, spec, HOPPER)[0]
-            program = jax.jit(run(operation, spec, config)).trace(*arguments(x)).lower(lowering_platforms=("cuda",))
-        found[asked] = list(map(compiled, modules(program.compiler_ir().operation)))
+    with lowering_for(HOPPER):
+        for name, call in calls(operation, shape):
+            config = call.kernel.heuristic_cfg(call)
+            if config.platform != Platform.PALLAS:
+                continue
+            types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.args]
+            run = lambda *x, call=call, config=config: call.kernel.bind(x, call.kwargs, config, HOPPER)
+            program = jax.jit(run).trace(*types).lower(lowering_platforms=("cuda",))
+            found[name] = list(map(compiled, modules(program.compiler_ir().operation)))
     print(json.dumps(found))
 
 
