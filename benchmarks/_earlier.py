@@ -1,8 +1,10 @@
-"""An earlier commit of this library: a process that calls an operation of its in a mode, on arrays in files.
+"""An earlier commit of this library: a process that calls one of its operations in a mode, on arrays in files.
 
 The first request for a folder writes the results there; `calls` is the number of further calls.
 """
 
+import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from ._contenders import Inputs, of_jax
 from ._harness import Prepared
 
 
-def prepared(request: dict[str, Any]) -> Prepared:
-    """The call, whose results are written to the folder."""
+@lru_cache(maxsize=1)
+def prepared(text: str) -> Prepared:
+    """The call of a request, as JSON, whose results are written to its folder."""
+    request = json.loads(text)
     folder, names = request["folder"], request["operands"]
     arrays = {file.stem: _array(np.load(file)) for file in Path(folder).glob("*.npy")}
     operands, cotangent = tuple(arrays.pop(name) for name in names), arrays.pop("cotangent")
@@ -37,21 +41,16 @@ def prepared(request: dict[str, Any]) -> Prepared:
     return ran
 
 
-_prepared: dict[str, Prepared] = {}  # the last one, by its folder
-
-
 def _array(x: np.ndarray) -> jax.Array:
     return jnp.asarray(x.view(jnp.bfloat16) if x.dtype == np.uint16 else x)
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """The configs of the call, and the number of its results."""
-    if request["folder"] not in _prepared:
-        _prepared.clear()
-        _prepared[request["folder"]] = prepared(request)
-    ran = _prepared[request["folder"]]
-    if request["calls"]:
-        ran.batch(request["calls"])
+    calls = request.pop("calls")
+    ran = prepared(json.dumps(request))
+    if calls:
+        ran.batch(calls)
     return {"detail": ran.detail, "results": len(ran.results)}
 
 

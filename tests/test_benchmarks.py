@@ -126,7 +126,7 @@ SMALL_CALLS = {
     "blocksparse_attention": small("blocksparse_attention", "4k-25%", length=64, block=16, heads=2, head_dim=16),
     "flash_attention": SMALL,
     "flash_mla": small(
-        "flash_mla", "deepseek-v3-mla", heads=4, seq_q=48, seq_k=64, latent=32, nope=16, rope=8, value_dim=24
+        "flash_mla", "deepseek-v3-mla", heads=4, seq_q=48, seq_k=48, latent=32, nope=16, rope=8, value_dim=24
     ),
     "gated_delta_rule": small(
         "gated_delta_rule", "qwen3-next-80b-linear", batch=2, seq=48, heads=4, qk_heads=2, key_dim=16, value_dim=16
@@ -174,6 +174,7 @@ LISTS = small(
     page=16,
     top_k=60,
 )
+FEW = replace(SMALL_CALLS["flash_mla"], seq_q=3)
 CALLS = [(operation, shape, mode) for operation, shape in SMALL_CALLS.items() for mode in shape.modes]
 
 
@@ -182,7 +183,12 @@ CALLS = [(operation, shape, mode) for operation, shape in SMALL_CALLS.items() fo
     [
         # The backward alone is most of the forward with the backward.
         pytest.param(*call, id=f"{call[0]}-{call[2]}", marks=[pytest.mark.slow] * (call[2] == "bwd"))
-        for call in [*CALLS, ("gla", STEP, "step"), ("multi_latent_page_attention", LISTS, "fwd")]
+        for call in [
+            *CALLS,
+            ("gla", STEP, "step"),
+            ("multi_latent_page_attention", LISTS, "fwd"),
+            ("flash_mla", FEW, "fwd"),
+        ]
     ],
 )
 def test_our_results_pass_the_check_and_wrong_ones_do_not(operation, shape, mode):
@@ -199,7 +205,9 @@ def test_our_results_pass_the_check_and_wrong_ones_do_not(operation, shape, mode
 
 
 def test_a_rival_of_jax_is_judged_as_ours_is():
-    for operation, mode in (("grouped_matmul", "fwd_bwd"), ("mean_pooling", "bwd"), ("blocksparse_attention", "fwd")):
+    of_mla = (("flash_mla", mode) for mode in SMALL_CALLS["flash_mla"].modes)
+    calls = ("grouped_matmul", "fwd_bwd"), ("mean_pooling", "bwd"), ("blocksparse_attention", "fwd"), *of_mla
+    for operation, mode in calls:
         module = importlib.import_module(f"benchmarks.{operation}")
         case = module.case(SMALL_CALLS[operation], mode, jnp.dtype("float32"), [])
         assert case.judge()(case.contenders[0].prepare().results) <= 10
