@@ -110,14 +110,37 @@ def thread_partial_row_sums(x: Array) -> Array:
     Pallas reduces a row over its four threads too, by shuffles in every block of keys. These sums are reduced once, in
     the epilogue.
     """
+    return _reduced_by_threads(arith.addf, x).astype(jnp.float32)
 
+
+def thread_partial_row_maxima(x: Array) -> Array:
+    """Partial row maxima, [rows, COLUMNS]: of the numbers of a row that a thread holds."""
+    return _reduced_by_threads(arith.maxnumf, x)
+
+
+def _reduced_by_threads(operation: Any, x: Array) -> Array:
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((x.shape[0], COLUMNS), x.dtype, WGMMA))
     def emit(_, x):
-        sums = [reduce(arith.addf, row) for row in x.registers.reshape(x.shape[1] // COLUMNS, -1).T]
-        registers = np.array(sums, object).reshape(x.layout.registers_shape((x.shape[0], COLUMNS)))
+        found = [reduce(operation, row) for row in x.registers.reshape(x.shape[1] // COLUMNS, -1).T]
+        registers = np.array(found, object).reshape(x.layout.registers_shape((x.shape[0], COLUMNS)))
         return fragment(x, registers)
 
-    return emit(x).astype(jnp.float32)
+    return emit(x)
+
+
+def reciprocal(x: Array) -> Array:
+    """1 / x of float32 in one instruction, to one unit in the last place: for x that is at least 1 or infinite."""
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, WGMMA))
+    def emit(_, x):
+        f32, registers = ir.F32Type.get(), np.empty(x.registers.shape, object)
+        for at, numbers in np.ndenumerate(x.registers):
+            numbers = [vector.extract(numbers, [], [i]) for i in range(numbers.type.shape[0])]
+            numbers = [llvm.inline_asm(f32, [n], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for n in numbers]
+            registers[at] = vector.from_elements(x.registers[at].type, numbers)
+        return fragment(x, registers)
+
+    return emit(x)
 
 
 def e4m3_operand(p: Array) -> Array:

@@ -146,10 +146,13 @@ def mainloop(
         if masked:
             p, after, alpha = _weights(products, tile, previous, i, inputs, plan)
             return times_rows(acc, alpha), p, after
+        p_scale_log2, has_mask = inputs.unit.p_scale_log2, plan.bias or plan.mask
+        if plan.tanh_by_polynomial:
+            given = previous, plan.problem.exponent, p_scale_log2, plan.limits, plan.operand, has_mask
+            return updated(acc, products, *given, capped=plan.problem)
         s, exponent = _log2_logits(products, inputs.unit, plan.problem)
         if plan.mask:
             s = where_bits(inputs.bits, s)
-        p_scale_log2, has_mask = inputs.unit.p_scale_log2, plan.bias or plan.mask
         return updated(acc, s, previous, exponent, p_scale_log2, plan.limits, plan.operand, has_mask)
 
     acc = full((ROWS, plan.problem.V_tile), 0.0, WGMMA)

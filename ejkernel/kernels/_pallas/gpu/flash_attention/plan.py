@@ -89,6 +89,14 @@ class Plan:
         return jnp.float16 if self.e4m3 else jnp.float32
 
     @property
+    def tanh_by_polynomial(self) -> bool:
+        """Whether a block without a mask has its softcap by `logits_by_polynomial`, whose coefficients are in range."""
+        softcap = self.problem.softcap
+        if softcap is None or self.e4m3 or self.mask:
+            return False
+        return 2.0**-18 < self.problem.scale / softcap < 2.0**18
+
+    @property
     def limits(self) -> RescaleLimits:
         return quantized.LIMITS if self.e4m3 else LIMITS
 
