@@ -35,7 +35,7 @@ def run(operation, spec, config):
         return flash_attention(*x, spec=spec, config=config)
 
     def backward(x, outputs, do):
-        wrt = ("q", "k", "v", *(name for name in ("bias", "sinks") if getattr(x, name) is not None))
+        wrt = ("q", "k", "v", *(name for name in ("bias", "sinks", "softmax_scale") if getattr(x, name) is not None))
         return flash_attention_bwd(x, outputs, Outputs(do, None), wrt=wrt, spec=spec, config=config)
 
     def tangent(x, outputs, do):

@@ -121,6 +121,19 @@ def test_segments_and_packed_sequences(sight, D, V, operation):
     assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
 
 
+@pytest.mark.parametrize("operation", ["flash_attention", "flash_attention_bwd"])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 4)])
+@pytest.mark.parametrize("options", [{}, dict(causal=True, softcap=30.0), dict(precision="e4m3")], ids=str)
+def test_a_scale_that_is_an_operand(options, shape, operation):
+    wide = jax.ShapeDtypeStruct((2, 1024, 4, 128), q.dtype)
+    bias = jax.ShapeDtypeStruct((1, 4, 1024, 1024), q.dtype) if "softcap" in options else None
+    x, spec = Operands(wide, wide, wide, bias=bias), FlashAttentionSpec(**options)
+    x = x._replace(softmax_scale=jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert PREDICATES[operation](spec, x, HOPPER) is None
+    (config, *_) = space(operation, x, spec, HOPPER)
+    assert CUSTOM_CALL in lowered(run(operation, spec, config), *arguments(x))
+
+
 @pytest.mark.parametrize("sight", [None, *SIGHTS])
 def test_a_gradient_is_two_kernels(sight, monkeypatch):
     """Packed sequences have no batch axis. The sequences are short, to trace little."""

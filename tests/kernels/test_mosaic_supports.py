@@ -90,7 +90,10 @@ REFUSED = {
         dict(mask=jax.ShapeDtypeStruct((1, 1, 128, 128), jnp.bool_), **SIGHTS["packed"]),
         "mask over packed sequences",
     ),
-    "traced scale": (dict(softmax_scale=jax.ShapeDtypeStruct((1, 4), jnp.float32)), "softmax_scale"),
+    "dropout": (
+        dict(dropout=jax.ShapeDtypeStruct((2, 4, 8), jnp.uint32)),
+        "dropout: its random numbers take longer than the products",
+    ),
     "negative scale": (dict(spec=FlashAttentionSpec(softmax_scale=-1.0)), "softmax_scale is -1"),
     "sequences of few queries": (
         dict(
@@ -139,6 +142,21 @@ def test_of_calls_with_a_bias_or_a_mask_tangents_and_short_ones_are_left_to_trit
     for primitive in ("flash_attention", "flash_attention_bwd"):
         assert select(primitive, spec, x, HOPPER).platform == Platform.PALLAS
         assert select(primitive, spec, call(LEAST_OF_PAIRS // 2), HOPPER).platform == Platform.TRITON
+
+
+def test_a_scale_that_is_an_operand():
+    """The tangent does not take it, nor the backward where heads that share keys have different ones."""
+    of_heads = lambda heads, kv_heads, *shape: Operands(
+        *(jax.ShapeDtypeStruct((2, 1024, n, 64), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)),
+        softmax_scale=jax.ShapeDtypeStruct(shape, jnp.float32),
+    )
+    spec = FlashAttentionSpec()
+    for x in (of_heads(4, 2, 1, 1), of_heads(4, 2, 2, 1), of_heads(4, 4, 1, 4), of_heads(4, 4, 2, 4)):
+        assert supports(spec, x, HOPPER) is supports_bwd(spec, x, HOPPER) is None
+        assert supports_jvp(spec, x, HOPPER) == "softmax_scale is not taken by the tangent kernel"
+    grouped = of_heads(4, 2, 1, 4)
+    assert supports(spec, grouped, HOPPER) is None
+    assert "dk is summed over query heads" in supports_bwd(spec, grouped, HOPPER)
 
 
 def test_short_gradients_of_64_features_are_left_to_smaller_blocks():

@@ -8,7 +8,7 @@ from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target, visible_pairs
 
-from .._supports import refuses_given, refuses_scale, refuses_target
+from .._supports import refuses_scale, refuses_target
 from . import configs, head_dims
 
 # With fewer queries most rows of a tile are empty.
@@ -26,11 +26,14 @@ MOST_IN_REGISTERS = 192
 # Where a length is no multiple of 8 the arrays are copied first. Up to so many visible keys of the mean query that
 # costs more than Triton's kernel: 0.53 of the time for 257 queries and keys, 0.72 of that of the tangent.
 LEAST_KEYS_OF_COPIES = 768
-ABSENT = ("softmax_scale", "dropout")
-# What the tangent does not take.
 PAIRS = ("bias", "mask")
+# What the tangent does not take.
+ABSENT_FROM_TANGENT = (*PAIRS, "softmax_scale")
 # With a bias or a mask: shorter ones have not been measured, and are left to Triton.
 LEAST_OF_PAIRS = 1024
+DROPOUT = (
+    "dropout: its random numbers take longer than the products, so that these kernels would gain little over Triton"
+)
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -49,13 +52,14 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
         queries, keys, sequences = operands.q.shape[1], operands.k.shape[1], operands.cu_seqlens_q.shape[1] - 1
         if keys > queries and queries < LEAST_QUERIES * sequences:
             return f"{sequences} sequences in {queries} queries; a tile of queries would load keys of several"
-    wrong = refuses_given(operands, ABSENT) or refuses_scale(spec)
-    return wrong or _hidden_keys(spec, operands) or configs.refuses_pairs(operands)
+    if operands.dropout is not None:
+        return DROPOUT
+    return refuses_scale(spec) or _hidden_keys(spec, operands) or configs.refuses_pairs(operands)
 
 
 def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent cannot run on these operands, or None."""
-    given = (name for name in PAIRS if getattr(operands, name) is not None)
+    given = (name for name in ABSENT_FROM_TANGENT if getattr(operands, name) is not None)
     untaken = next((f"{name} is not taken by the tangent kernel" for name in given), None)
     if wrong := supports(spec, operands, target) or untaken:
         return wrong
@@ -70,7 +74,9 @@ def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -
 
 def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
-    (_, queries, _, _), keys = operands.q.shape, operands.k.shape[1]
+    (_, queries, heads, _), (_, keys, kv_heads, _) = operands.q.shape, operands.k.shape
+    if operands.softmax_scale is not None and operands.softmax_scale.shape[1] > 1 and heads > kv_heads:
+        return "softmax_scale: dk is summed over query heads, which have scales of their own"
     arrays = operands.cu_seqlens_q is not None or operands.q_segment_ids is not None
     if spec.batch_invariant and operands.cu_seqlens_q is not None:
         return "batch_invariant: the order of sums within a packed sequence depends on the sequences before it"

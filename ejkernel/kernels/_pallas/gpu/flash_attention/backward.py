@@ -43,7 +43,10 @@ from .feature_tiles import tiles_of, union, views
 from .head_dims import row_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
 from .pairs import Pairs, pairs_of_keys, tiles_of_bias
-from .problem import LOG2_E, Problem, problem_of, weights_of_sinks
+from .problem import LOG2_E, Problem, problem_of, scale_of_heads, weights_of_sinks
+
+# The least scale that is an operand: what products begin with is divided by it. Logits of less are 0 beside lse.
+LEAST_SCALE = 2.0**-100
 
 
 def flash_attention_bwd(
@@ -96,14 +99,24 @@ def gradients(
     if cotangents.lse is not None:
         delta -= jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
     # In fully masked rows, and past the end, the weights are exp(−∞) = 0.
-    unit = problem.scale if problem.softcap is None else 1 / LOG2_E
+    scale, traced = problem.scale, scale_of_heads(primals, spec)
+    if traced is not None:
+        traced = jnp.where(jnp.abs(traced) < LEAST_SCALE, LEAST_SCALE, traced)
+        scale = traced[:, :, None]
+    unit = scale if problem.softcap is None else 1 / LOG2_E
     start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / unit))
     past = [(0, 0), (0, 0), (0, -problem.S % plan.block_q)]
     rows = jnp.pad(start, past, constant_values=-jnp.inf), jnp.pad(-delta, past)
     pairs = pairs_of_keys(primals, visibility, plan.blocks * plan.block_q, plan.tiles * plan.keys)
-    dq, dk, dv, *ds = _gradients(*map(whole_eights, (q, k, v, do)), *rows, mask_info, pairs, plan)
-    found = {"q": (dq * problem.scale).astype(problem.dtype)[:, : problem.S]}
+    of_keys = None if traced is None else traced[:, :: problem.group]
+    dq, dk, dv, *ds = _gradients(*map(whole_eights, (q, k, v, do)), *rows, mask_info, pairs, of_keys, plan)
+    dq = dq[:, : problem.S]
+    found = {"q": (dq * (scale if traced is None else traced[:, None, :, None])).astype(problem.dtype)}
     found |= {"k": dk[:, : problem.K], "v": dv[:, : problem.K]}
+    if "softmax_scale" in wrt:
+        # dscale = Σ_ij ds_ij·(q·k)_ij = Σ_i q_i·(ds·k)_i
+        dscale = jnp.einsum("bshd,bshd->bh", q, dq, preferred_element_type=jnp.float32)
+        found["softmax_scale"] = spec.softmax_scale * _summed(dscale, primals.softmax_scale.shape)
     if plan.dbias:
         found["bias"] = _dbias(ds[0], primals.bias.shape, visibility, problem)
     if "sinks" in wrt:
@@ -116,7 +129,7 @@ def gradients(
 
 def _gradients(
     q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, mask_info: MaskInfo | None,
-    pairs: Pairs | None, plan: Plan,
+    pairs: Pairs | None, softmax_scale: Array | None, plan: Plan,
 ):  # fmt: skip
     """dq in float32 before its factor `scale`, dk and dv; and if that of the bias is asked for, dsᵀ.
 
@@ -137,7 +150,7 @@ def _gradients(
     dk, dv, *ds = launch(
         partial(_kernel, plan=plan),
         "flash_attention_backward",
-        (q, k, v, do, start, delta, mask_info, pairs, dq, dq_semaphore, ranks),
+        (q, k, v, do, start, delta, mask_info, pairs, softmax_scale, dq, dq_semaphore, ranks),
         out_type=(*(_of_keys(x, plan) for x in (k, v)), *((ds,) if plan.dbias else ())),
         blocks=plan.scheduler.blocks,
         warpgroups=WARPGROUPS,
@@ -179,13 +192,19 @@ def _dbias(ds: Array, shape: tuple[int, ...], visibility: Visibility, problem: P
     ds = ds[..., : problem.S].swapaxes(2, 3)
     if problem.cut:
         ds = jnp.where(replace(visibility, mask=None).pairs(), ds, 0)
+    return _summed(ds, shape)
+
+
+def _summed(x: Array, shape: tuple[int, ...]) -> Array:
+    """The sum in float32 over the axes of which `shape` has one number."""
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
-    return ds.sum(axes, dtype=jnp.float32, keepdims=True)
+    return x.sum(axes, dtype=jnp.float32, keepdims=True)
 
 
 def _kernel(
-    q, k, v, do, start, delta, mask_info: MaskInfo | None, pairs: Pairs | None, dq, dq_semaphore, ranks, dk, dv, *ds,
-    plan: Plan, kv_tiles, streamed, ds_tiles, p_tile, dq_tiles, kv_full, q_full, do_full, ds_empty, bias_tiles=None,
+    q, k, v, do, start, delta, mask_info: MaskInfo | None, pairs: Pairs | None, softmax_scale, dq, dq_semaphore, ranks,
+    dk, dv, *ds, plan: Plan, kv_tiles, streamed, ds_tiles, p_tile, dq_tiles, kv_full, q_full, do_full, ds_empty,
+    bias_tiles=None,
 ):  # fmt: skip
     number = lax.axis_index("warpgroup")
     tiles = Shared(
@@ -195,6 +214,6 @@ def _kernel(
     sums = DqSums(dq, dq_semaphore, ranks, *ds)
     either(
         number < 2,
-        lambda: consume(tiles, mask_info, pairs, dk, dv, number, plan),
+        lambda: consume(tiles, mask_info, pairs, softmax_scale, dk, dv, number, plan),
         lambda: produce((k, v), (q, do, start, delta), tiles, mask_info, pairs, sums, plan),
     )

@@ -1,6 +1,7 @@
 """The dK/dV consumer warpgroups of the backward: p and ds of a step, and the gradients that they accumulate."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,10 +37,11 @@ REGISTERS = 216
 
 
 def consume(
-    tiles: Shared, mask_info: MaskInfo | None, pairs: Pairs | None, dk: Any, dv: Any, number: Array, plan: Plan
-) -> None:
+    tiles: Shared, mask_info: MaskInfo | None, pairs: Pairs | None, softmax_scale: Any, dk: Any, dv: Any, number: Array,
+    plan: Plan,
+) -> None:  # fmt: skip
     """A consumer warpgroup: accumulates dk and dv of its own 64 keys, or one of the two for keys that both share."""
-    given = mask_info, pairs, tiles
+    given = mask_info, pairs, softmax_scale, tiles
     role = lambda of, *arrays: lambda: _accumulate(of, arrays, *given, (dk, dv), number, plan)
     if plan.wide:
         either(number == 0, role(dv_consumer, 1), role(dk_consumer, 0))
@@ -48,25 +50,27 @@ def consume(
 
 
 def _accumulate(
-    of: Callable, arrays: tuple[int, ...], mask_info: MaskInfo | None, pairs: Pairs | None, tiles: Shared, out: tuple,
-    number: Array, plan: Plan,
+    of: Callable, arrays: tuple[int, ...], mask_info: MaskInfo | None, pairs: Pairs | None, softmax_scale: Any,
+    tiles: Shared, out: tuple, number: Array, plan: Plan,
 ) -> None:  # fmt: skip
     """Computes the gradients of `arrays` (0: k, 1: v), and stores them through the shared memory of their tiles."""
     kv_tiles = tiles.k, tiles.v
     plgpu.set_max_registers(REGISTERS, action="increase")
     plgpu.barrier_wait(tiles.kv_full)
     widths = (kv_tiles[array].columns[-1].stop for array in arrays)
-    keys = key_tile(plan, mask_info)
+    keys = key_tile(plan, mask_info, softmax_scale)
     found = pl.run_scoped(partial(of, plan, keys, pairs, tiles), *(accumulator(ROWS, width) for width in widths))
     sync(DONE, WARPGROUPS)
     place = place_of(plan)  # computed again, for a mainloop without a mask has no registers for it
+    scale = plan.problem.scale if softmax_scale is None else softmax_scale[place[2], place[1]]
+    found = [gradient * (scale, 1.0)[array] for gradient, array in zip(found, arrays, strict=True)]
     if plan.splits > 1:
         for gradient, array in zip(found, arrays, strict=True):
-            _store_rows(gradient * (plan.problem.scale, 1.0)[array], out[array], number, place, plan)
+            _store_rows(gradient, out[array], number, place, plan)
         return
     for gradient, array in zip(found, arrays, strict=True):
         key_block = 0 if plan.wide else number
-        gradient = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
+        gradient = gradient.astype(plan.problem.dtype)
         for tile, of_part in zip(kv_tiles[array].parts, kv_tiles[array].columns, strict=True):
             store_tile(tile.at[key_block], gradient[:, of_part])
     plgpu.commit_smem()
@@ -104,7 +108,8 @@ def _compute_p(
 
     With t = tanh(scale·q·k / softcap) the logit is s = softcap·t, and ds/d(scale·q·k) = 1 − t².
     """
-    problem, mask_info, stage = plan.problem, keys.mask_info, stage_of(step, plan.stages)
+    problem, mask_info = replace(plan.problem, scale=keys.scale), keys.mask_info
+    stage = stage_of(step, plan.stages)
     uneven_keys = problem.K % plan.keys > 0 and (mask_info is None or plan.listed)
     words = _words(plan, key_block, keys, pairs, step, part)  # read while the products are computed
 

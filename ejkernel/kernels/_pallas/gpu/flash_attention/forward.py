@@ -38,7 +38,7 @@ from .mainloop import ConsumerTile, Shared, consume
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
 from .pairs import Pairs, pairs_of, scratch_of_bias
 from .plan import Q_EMPTY, REGISTERS, Plan
-from .problem import LOG2_E, problem_of
+from .problem import LOG2_E, problem_of, scale_of_heads
 from .quantized import Scales, hadamard_size, rotated
 from .rounding import rounded
 from .tiles import COLUMNS, Statistics, View
@@ -71,10 +71,17 @@ def attention(
     if plan.listed:
         blocks = jnp.broadcast_to(mask_info.block_ranges[..., 1], (problem.B, problem.H, plan.q_tiles))
         longest_first = plan.scheduler.order(blocks.reshape(-1, plan.q_tiles))
+    softmax_scale = scale_of_heads(operands, spec)
     if plan.e4m3:
         q, k, v = arrays
+        if softmax_scale is not None:
+            q = q * jnp.sign(softmax_scale).astype(q.dtype)[:, None, :, None]
         arrays, scales = rounded(rotated(q), rotated(k), v, plan.block_q, plan.block_k)
-        scales = scales._replace(queries=scales.queries * hadamard_size(problem.D))
+        of_queries = scales.queries * hadamard_size(problem.D)
+        if softmax_scale is not None:
+            of_queries *= jnp.abs(softmax_scale)[:, :, None]
+        scales = scales._replace(queries=of_queries)
+        softmax_scale = None
     tile_dtype = arrays[0].dtype
     D_parts, V_parts = parts_of(problem.D), parts_of(problem.V)
     q = views((plan.q_stages, plan.block_q), D_parts, tile_dtype)
@@ -91,6 +98,7 @@ def attention(
             arrays,
             None if longest_first is None else jnp.asarray(longest_first),
             sinks,
+            softmax_scale,
             scales,
             mask_info,
             pairs_of(operands, plan),
@@ -117,8 +125,9 @@ def attention(
 
 
 def _kernel(
-    arrays, longest_first, sinks, scales: Scales | None, mask_info: MaskInfo | None, pairs: Pairs | None, o, lse, *,
-    plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_empty, bias_tiles=None, bias_full=None,
+    arrays, longest_first, sinks, softmax_scale, scales: Scales | None, mask_info: MaskInfo | None, pairs: Pairs | None,
+    o, lse, *, plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_empty, bias_tiles=None,
+    bias_full=None,
 ):  # fmt: skip
     number, work_tiles = lax.axis_index("warpgroup"), plan.work_tiles(longest_first)
     if not plan.persistent:
@@ -127,7 +136,8 @@ def _kernel(
     q_tiles, o_tiles, k_tiles, v_tiles = map(tiles_of, (*q_and_o, k_tiles, v_tiles))
     bias_tiles = tiles_of(bias_tiles) if plan.bias else None
     tiles = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty, bias_tiles, bias_full)
-    tile_of = partial(_tile_of, q_tiles, (longest_first, sinks, scales, mask_info, pairs), number, plan)
+    given = longest_first, sinks, softmax_scale, scales, mask_info, pairs
+    tile_of = partial(_tile_of, q_tiles, given, number, plan)
     store = partial(_store, (o, lse), (o_tiles, lse_tile), scales, number, plan)
 
     def compute():
@@ -140,7 +150,7 @@ def _kernel(
 
 def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile: Array) -> ConsumerTile:
     """The rows that this warpgroup has of the n-th work tile of its thread block."""
-    longest_first, sinks, scales, mask_info, pairs = arrays
+    longest_first, sinks, softmax_scale, scales, mask_info, pairs = arrays
     first, head, batch = plan.tile(work_tile, longest_first)
     maximum, total = -jnp.inf, 0.0
     if sinks is not None:
@@ -157,6 +167,7 @@ def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile
         start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
         units=plan.units(scales, batch, head, first),
         pairs=pairs,
+        softmax_scale=None if softmax_scale is None else softmax_scale[batch, head],
     )
 
 

@@ -1,6 +1,6 @@
 """The tile of keys of a thread block of the backward, and the order in which it streams blocks of queries."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ class KeyTile(NamedTuple):
 
     first: of the keys; past the last key where the last group is not full. kv_head, batch: of the keys. split: which of
     the thread blocks that share the tile this is. band: the blocks of queries that the band lets these keys see, where
-    there is no mask of arrays.
+    there is no mask of arrays. scale: the factor of q·kᵀ for all heads that share the keys.
     """
 
     plan: Plan
@@ -28,6 +28,7 @@ class KeyTile(NamedTuple):
     batch: Array
     split: Array | int
     band: BlockRanges | None
+    scale: Array | float
 
     def block_range(self) -> BlockRanges:
         """The blocks of queries that see these keys; those of arrays are read where needed, to save registers."""
@@ -98,12 +99,13 @@ class KeyTile(NamedTuple):
         return before, tile - before, jnp.minimum(group, self.plan.tiles - before)
 
 
-def key_tile(plan: Plan, mask_info: MaskInfo | None) -> KeyTile:
+def key_tile(plan: Plan, mask_info: MaskInfo | None, softmax_scale: Any = None) -> KeyTile:
     """The tile of this thread block."""
     (first, kv_head, batch, split), band = place_of(plan), None
     if mask_info is None:
         band = blocks_of_band(first, plan.keys, *plan.problem.band(of_keys=True), plan.problem.S, plan.block_q)
-    return KeyTile(plan, mask_info, first, kv_head, batch, split, band)
+    scale = plan.problem.scale if softmax_scale is None else softmax_scale[batch, kv_head]
+    return KeyTile(plan, mask_info, first, kv_head, batch, split, band, scale)
 
 
 def place_of(plan: Plan) -> tuple[Array, Array, Array, Array | int]:

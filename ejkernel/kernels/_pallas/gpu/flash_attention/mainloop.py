@@ -42,7 +42,7 @@ class ConsumerTile(NamedTuple):
 
     number: of the warpgroup. q: the parts of its queries in shared memory. view: where these stand, and what masks
     them. head: of the queries. block_range: the blocks of keys that they see, of which the n-th is block(n). start: the
-    row maxima and sums of the sinks. units: the scales in e4m3. pairs: bias and mask.
+    row maxima and sums of the sinks. units: the scales in e4m3. pairs: bias and mask. softmax_scale: if an operand.
     """
 
     number: Array
@@ -55,6 +55,7 @@ class ConsumerTile(NamedTuple):
     block: Callable[[Array], Array] = lambda n: n
     zero_hidden: Callable[[Array, Array], None] | None = None
     pairs: Pairs | None = None
+    softmax_scale: Array | None = None
 
 
 class BlockInputs(NamedTuple):
@@ -253,7 +254,9 @@ def _issue_pv(acc: Any, shared: Shared, p: Array, stage: Array, plan: Plan) -> N
 
 
 def _biased(products: Array, shared: Shared, tile: ConsumerTile, step: Array | int, plan: Plan) -> Array:
-    """q·kᵀ with the bias of the block that was loaded in this step."""
+    """q·kᵀ with the scale that is an operand, and the bias of the block that was loaded in this step."""
+    if tile.softmax_scale is not None:
+        products = products * tile.softmax_scale  # which may be negative: row maxima are those of the logits
     if not plan.bias:
         return products
     stage = stage_of(step, plan.stages)

@@ -92,7 +92,7 @@ def tiles_of_bias(bias: Array, *shape: int) -> Any:
     return union((of_tiles,), (plgpu.SMEM(shape, bias.dtype, transforms=(row,)),))
 
 
-def transposed_bias(tile: Any, scale: float) -> Array:
+def transposed_bias(tile: Any, scale: Array | float) -> Array:
     """bias / scale of a tile [queries, keys] in shared memory, as what the accumulator of k·qᵀ begins with."""
     if jax.__version_info__ >= (0, 11):
         return load_vector(tile.T, WGMMA).astype(jnp.float32) * (1 / scale)

@@ -23,7 +23,7 @@ class Problem:
 
     Attributes:
         B, S, K, H, G, D, V: batch, queries, keys, query heads, key/value heads, and the two feature sizes.
-        scale: the factor of q·kᵀ.
+        scale: the factor of q·kᵀ; if that is an operand (`scale_of_heads`), 1.0, and what was read of it in a kernel.
         softcap: logits become softcap·tanh(logits / softcap).
         low, high: query i sees the keys j with i + low ≤ j ≤ i + high; None where unbounded, and in packed calls.
         packed, segmented: arrays mask more than the band does, see mask_info.py.
@@ -37,7 +37,7 @@ class Problem:
     G: int
     D: int
     V: int
-    scale: float
+    scale: Array | float
     softcap: float | None
     low: int | None
     high: int | None
@@ -61,7 +61,7 @@ class Problem:
         return self.H // self.G
 
     @property
-    def exponent(self) -> float:
+    def exponent(self) -> Array | float:
         """The factor that makes the result of `tiles.logits` into an exponent of 2."""
         return LOG2_E * (self.scale if self.softcap is None else self.softcap)
 
@@ -93,13 +93,21 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
     K, G, V = operands.k.shape[1], operands.k.shape[2], operands.v.shape[3]
     visibility = visibility_of(operands, spec)
     return Problem(
-        *(B, S, K, H, G, D, V, spec.softmax_scale, spec.softcap),
+        *(B, S, K, H, G, D, V, spec.softmax_scale if operands.softmax_scale is None else 1.0, spec.softcap),
         low=visibility.low,
         high=visibility.high,
         packed=visibility.cu_seqlens is not None,
         segmented=visibility.segment_ids is not None,
         dtype=np.dtype(operands.q.dtype),
     )
+
+
+def scale_of_heads(operands: Operands, spec: FlashAttentionSpec) -> Array | None:
+    """The factor of q·kᵀ of each head, [b, h], if it is an operand."""
+    if operands.softmax_scale is None:
+        return None
+    batch, _, heads, _ = operands.q.shape
+    return jnp.broadcast_to(spec.softmax_scale * operands.softmax_scale, (batch, heads))
 
 
 def weights_of_sinks(sinks: Array, lse: Array) -> Array:
