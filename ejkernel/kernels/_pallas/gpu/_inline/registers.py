@@ -110,22 +110,49 @@ def thread_partial_row_sums(x: Array) -> Array:
     Pallas reduces a row over its four threads too, by shuffles in every block of keys. These sums are reduced once, in
     the epilogue.
     """
-    return _reduced_by_threads(arith.addf, x).astype(jnp.float32)
 
-
-def thread_partial_row_maxima(x: Array) -> Array:
-    """Partial row maxima, [rows, COLUMNS]: of the numbers of a row that a thread holds."""
-    return _reduced_by_threads(arith.maxnumf, x)
-
-
-def _reduced_by_threads(operation: Any, x: Array) -> Array:
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((x.shape[0], COLUMNS), x.dtype, WGMMA))
     def emit(_, x):
-        found = [reduce(operation, row) for row in x.registers.reshape(x.shape[1] // COLUMNS, -1).T]
-        registers = np.array(found, object).reshape(x.layout.registers_shape((x.shape[0], COLUMNS)))
-        return fragment(x, registers)
+        return _of_columns(x, x.registers, arith.addf)
 
-    return emit(x)
+    return emit(x).astype(jnp.float32)
+
+
+def _of_columns(like: Any, registers: np.ndarray, operation: Any) -> Any:
+    """[rows, COLUMNS], of the registers of a tile: those of a row reduced within a thread."""
+    rows = registers.reshape(like.shape[1] // COLUMNS, -1).T
+    reduced = np.array([reduce(operation, row) for row in rows], object)
+    return fragment(like, reduced.reshape(like.layout.registers_shape((like.shape[0], COLUMNS))))
+
+
+def powers_of_polynomial(x: Array, coefficients: Sequence[float], base: Array) -> tuple[Array, Array]:
+    """2^(x·(c₀ + c₁·x² + …) − base), with one base per row; and the greatest x² of a row that a thread holds.
+
+    The operations of a number stand together. Where whole arrays follow one another, ptxas computes all polynomials
+    before most of the powers, which then wait for one another.
+    """
+    sizes = x.shape, (x.shape[0], COLUMNS)
+    results = tuple(plgpu.ShapeDtypeStruct(size, jnp.float32, WGMMA) for size in sizes)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, PER_ROW), return_type=results)
+    def emit(_, x, base):
+        f32, pair = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
+        *lower, last = (
+            arith.constant(pair, ir.DenseElementsAttr.get_splat(pair, ir.FloatAttr.get(f32, c))) for c in coefficients
+        )
+        bases = base.broadcast_in_dim(x.shape, (0,), WGMMA.to_mgpu()).registers
+        powers, squares = np.empty(x.registers.shape, object), np.empty(x.registers.shape, object)
+        for at, numbers in np.ndenumerate(x.registers):
+            square, slope = arith.mulf(numbers, numbers), last
+            for coefficient in reversed(lower):
+                slope = arith.addf(arith.mulf(slope, square), coefficient)
+            exponents = arith.subf(arith.mulf(numbers, slope), bases[at])
+            each = (vector.extract(exponents, [], [i]) for i in range(2))
+            each = [llvm.inline_asm(f32, [n], "ex2.approx.ftz.f32 $0, $1;", "=f,f") for n in each]
+            powers[at], squares[at] = vector.from_elements(pair, each), square
+        return fragment(x, powers), _of_columns(x, squares, arith.maxnumf)
+
+    return emit(x, base)
 
 
 def reciprocal(x: Array) -> Array:

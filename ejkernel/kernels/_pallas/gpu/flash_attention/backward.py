@@ -43,10 +43,7 @@ from .feature_tiles import tiles_of, union, views
 from .head_dims import row_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
 from .pairs import Pairs, pairs_of_keys, tiles_of_bias
-from .problem import LOG2_E, Problem, problem_of, scale_of_heads, weights_of_sinks
-
-# The least scale that is an operand: what products begin with is divided by it. Logits of less are 0 beside lse.
-LEAST_SCALE = 2.0**-100
+from .problem import LOG2_E, Problem, divisor, problem_of, scale_of_heads, weights_of_sinks
 
 
 def flash_attention_bwd(
@@ -99,11 +96,9 @@ def gradients(
     if cotangents.lse is not None:
         delta -= jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
     # In fully masked rows, and past the end, the weights are exp(−∞) = 0.
-    scale, traced = problem.scale, scale_of_heads(primals, spec)
-    if traced is not None:
-        traced = jnp.where(jnp.abs(traced) < LEAST_SCALE, LEAST_SCALE, traced)
-        scale = traced[:, :, None]
-    unit = scale if problem.softcap is None else 1 / LOG2_E
+    traced = scale_of_heads(primals, spec)
+    unit = problem.scale if traced is None else divisor(traced)[:, :, None]
+    unit = unit if problem.softcap is None else 1 / LOG2_E
     start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / unit))
     past = [(0, 0), (0, 0), (0, -problem.S % plan.block_q)]
     rows = jnp.pad(start, past, constant_values=-jnp.inf), jnp.pad(-delta, past)
@@ -111,7 +106,8 @@ def gradients(
     of_keys = None if traced is None else traced[:, :: problem.group]
     dq, dk, dv, *ds = _gradients(*map(whole_eights, (q, k, v, do)), *rows, mask_info, pairs, of_keys, plan)
     dq = dq[:, : problem.S]
-    found = {"q": (dq * (scale if traced is None else traced[:, None, :, None])).astype(problem.dtype)}
+    scale = problem.scale if traced is None else traced[:, None, :, None]
+    found = {"q": (dq * scale).astype(problem.dtype)}
     found |= {"k": dk[:, : problem.K], "v": dv[:, : problem.K]}
     if "softmax_scale" in wrt:
         # dscale = Σ_ij ds_ij·(q·k)_ij = Σ_i q_i·(ds·k)_i

@@ -10,7 +10,7 @@ from ejkernel.kernels._visibility import BlockRanges
 
 from .backward_plan import Plan
 from .mask_info import MaskInfo
-from .problem import blocks_of_band
+from .problem import blocks_of_band, divisor
 
 
 class KeyTile(NamedTuple):
@@ -104,7 +104,7 @@ def key_tile(plan: Plan, mask_info: MaskInfo | None, softmax_scale: Any = None) 
     (first, kv_head, batch, split), band = place_of(plan), None
     if mask_info is None:
         band = blocks_of_band(first, plan.keys, *plan.problem.band(of_keys=True), plan.problem.S, plan.block_q)
-    scale = plan.problem.scale if softmax_scale is None else softmax_scale[batch, kv_head]
+    scale = plan.problem.scale if softmax_scale is None else divisor(softmax_scale[batch, kv_head])
     return KeyTile(plan, mask_info, first, kv_head, batch, split, band, scale)
 
 

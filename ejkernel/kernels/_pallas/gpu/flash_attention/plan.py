@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def tanh_by_polynomial(self) -> bool:
-        """Whether a block without a mask has its softcap by `logits_by_polynomial`, whose coefficients are in range."""
+        """Whether a block without a mask has its softcap by `powers_of_softcap`, whose coefficients are in range."""
         softcap = self.problem.softcap
         if softcap is None or self.e4m3 or self.mask:
             return False

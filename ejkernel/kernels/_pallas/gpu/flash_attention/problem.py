@@ -15,6 +15,8 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from .head_dims import tile_width
 
 LOG2_E = float(np.log2(np.e))
+# Logits with a scale that is an operand and less than this are 0 beside lse.
+LEAST_SCALE = 2.0**-100
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,11 @@ def scale_of_heads(operands: Operands, spec: FlashAttentionSpec) -> Array | None
         return None
     batch, _, heads, _ = operands.q.shape
     return jnp.broadcast_to(spec.softmax_scale * operands.softmax_scale, (batch, heads))
+
+
+def divisor(scale: Array) -> Array:
+    """The scale, or the least one by which what the products of the backward begin with is divided."""
+    return jnp.where(jnp.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale)
 
 
 def weights_of_sinks(sinks: Array, lse: Array) -> Array:
