@@ -183,7 +183,7 @@ def updated(
     `has_mask`: a row may be all −∞; its NaN sums then fail the check, and `rescale` recomputes it.
     `capped`: s is q·kᵀ, and the logits with its softcap are those of a polynomial, as long as all are in its range.
     """
-    out_of_range = False
+    out_of_range = None
     if capped is None:
         p = _powers(s, exponent, previous.maximum - p_scale_log2)
     else:
@@ -242,16 +242,18 @@ def _unscaled(sums: Array, p_scale_log2: Array | int, limits: RescaleLimits) -> 
 
 
 def _beyond(
-    sums: Array, maximum: Array, p_scale_log2: Array | int, limits: RescaleLimits, out_of_range: Array | bool
+    sums: Array, maximum: Array, p_scale_log2: Array | int, limits: RescaleLimits, out_of_range: Array | None
 ) -> Array:
     """Whether any row sum of this warp exceeds the limit or is NaN, or any weight is out of the range of float16.
 
-    Or `out_of_range` is true in any of its threads.
+    Or `out_of_range`, if given, is true in any of its threads.
     """
     row_sum_limit = limits.row_sum_limit
     if limits.float16 is not None:
         row_sum_limit = jnp.where(p_scale_log2 < limits.float16.least, -1.0, row_sum_limit)  # which every sum is beyond
-    beyond = ~(sums <= row_sum_limit) | out_of_range
+    beyond = ~(sums <= row_sum_limit)
+    if out_of_range is not None:
+        beyond |= out_of_range
     if limits.float16 is not None:
         beyond |= broadcast_rows(jnp.abs(maximum) > limits.float16.maximum, sums)
     return warp_any(beyond, WGMMA)
