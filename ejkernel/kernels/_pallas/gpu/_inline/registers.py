@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 # The rows of a wgmma, which a warpgroup computes, and the threads of a warpgroup.
 ROWS, THREADS = 64, 128
@@ -145,8 +145,8 @@ def powers_of_polynomial(x: Array, coefficients: Sequence[float], base: Array) -
         for at, numbers in np.ndenumerate(x.registers):
             square, slope = arith.mulf(numbers, numbers), last
             for coefficient in reversed(lower):
-                slope = arith.addf(arith.mulf(slope, square), coefficient)
-            exponents = arith.subf(arith.mulf(numbers, slope), bases[at])
+                slope = math.fma(slope, square, coefficient)
+            exponents = math.fma(numbers, slope, arith.negf(bases[at]))
             each = (vector.extract(exponents, [], [i]) for i in range(2))
             each = [llvm.inline_asm(f32, [n], "ex2.approx.ftz.f32 $0, $1;", "=f,f") for n in each]
             powers[at], squares[at] = vector.from_elements(pair, each), square
