@@ -63,14 +63,13 @@ def _accumulate(
     sync(DONE, WARPGROUPS)
     place = place_of(plan)  # computed again, for a mainloop without a mask has no registers for it
     scale = plan.problem.scale if softmax_scale is None else softmax_scale[place[2], place[1]]
-    found = [gradient * (scale, 1.0)[array] for gradient, array in zip(found, arrays, strict=True)]
     if plan.splits > 1:
         for gradient, array in zip(found, arrays, strict=True):
-            _store_rows(gradient, out[array], number, place, plan)
+            _store_rows(gradient * (scale, 1.0)[array], out[array], number, place, plan)
         return
     for gradient, array in zip(found, arrays, strict=True):
         key_block = 0 if plan.wide else number
-        gradient = gradient.astype(plan.problem.dtype)
+        gradient = (gradient * (scale, 1.0)[array]).astype(plan.problem.dtype)
         for tile, of_part in zip(kv_tiles[array].parts, kv_tiles[array].columns, strict=True):
             store_tile(tile.at[key_block], gradient[:, of_part])
     plgpu.commit_smem()
