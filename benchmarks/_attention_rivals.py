@@ -29,6 +29,7 @@ def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Seque
     release = cache(lambda: _published(shape, mode, given))
     return [
         *of_ours("flash_attention", platforms, partial(_ours, shape), mode, given),
+        of_jax_("ejkernel deterministic", lambda: _deterministic(shape, mode)),
         of_jax_("plain formula", lambda: _formula(shape)),
         of_jax_("jax.nn xla", lambda: _jax_nn(shape, "xla")),
         of_jax_("jax.nn cudnn", lambda: _jax_nn(shape, "cudnn")),
@@ -44,7 +45,7 @@ def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Seque
     ]
 
 
-def _ours(shape: AttentionShape, platform: str | None) -> Callable[..., Array]:
+def _ours(shape: AttentionShape, platform: str | None, deterministic: bool = False) -> Callable[..., Array]:
     return lambda q, k, v, sinks=None: flash_attention(
         q,
         k,
@@ -53,8 +54,15 @@ def _ours(shape: AttentionShape, platform: str | None) -> Callable[..., Array]:
         sliding_window=shape.window,
         logits_soft_cap=shape.softcap,
         softmax_aux=sinks,
+        deterministic=deterministic,
         platform=platform,
     )
+
+
+def _deterministic(shape: AttentionShape, mode: str) -> Callable[..., Array]:
+    if mode != "fwd_bwd":
+        raise Unavailable("sums in any order are those of the backward alone")
+    return _ours(shape, None, deterministic=True)
 
 
 def _formula(shape: AttentionShape) -> Callable[..., Array]:

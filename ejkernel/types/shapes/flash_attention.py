@@ -45,6 +45,7 @@ class AttentionShape(Shape):
         "forward 4·B·H·Sq·Sk·D, halved when causal, windows exactly; bwd 2.5 ×, fwd_bwd 3.5 ×, jvp 2.5 ×"
     )
     rivals: ClassVar[tuple[str, ...]] = (
+        "ejkernel deterministic",
         "plain formula",
         "jax.nn xla",
         "jax.nn cudnn",

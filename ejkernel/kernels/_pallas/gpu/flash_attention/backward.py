@@ -105,13 +105,12 @@ def gradients(
     pairs = pairs_of_keys(primals, visibility, plan.blocks * plan.block_q, plan.tiles * plan.keys)
     of_keys = None if traced is None else traced[:, :: problem.group]
     dq, dk, dv, *ds = _gradients(*map(whole_eights, (q, k, v, do)), *rows, mask_info, pairs, of_keys, plan)
-    dq = dq[:, : problem.S]
     scale = problem.scale if traced is None else traced[:, None, :, None]
-    found = {"q": (dq * scale).astype(problem.dtype)}
+    found = {"q": (dq * scale).astype(problem.dtype)[:, : problem.S]}
     found |= {"k": dk[:, : problem.K], "v": dv[:, : problem.K]}
     if "softmax_scale" in wrt:
         # dscale = Σ_ij ds_ij·(q·k)_ij = Σ_i q_i·(ds·k)_i
-        dscale = jnp.einsum("bshd,bshd->bh", q, dq, preferred_element_type=jnp.float32)
+        dscale = jnp.einsum("bshd,bshd->bh", q, dq[:, : problem.S], preferred_element_type=jnp.float32)
         found["softmax_scale"] = spec.softmax_scale * _summed(dscale, primals.softmax_scale.shape)
     if plan.dbias:
         found["bias"] = _dbias(ds[0], primals.bias.shape, visibility, problem)
