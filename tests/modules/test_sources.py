@@ -1,11 +1,14 @@
 """The source fingerprint of a measured config covers every file that its implementation depends on, and no other."""
 
+import json
+import re
+
 import pytest
 
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.kernels._sources import PACKAGE, imported_files
 from ejkernel.modules._primitive_kernel import KERNELS, source_files
-from ejkernel.types import Backend, Platform
+from ejkernel.types import Backend, Platform, Target
 
 BACKENDS = (Backend.CPU, Backend.GPU, Backend.TPU)
 
@@ -56,6 +59,17 @@ def test_what_was_measured_of_a_forward_outlives_an_edit_of_the_backward(folder)
     assert of_forward in forward and of_backward not in forward
     assert of_backward in backward
     assert {of_both, f"kernels/{folder}/__init__.py"} <= forward & backward
+
+
+@pytest.mark.parametrize("table", sorted((PACKAGE / "modules/tuned").glob("*.json")), ids=lambda path: path.stem)
+def test_no_entry_of_a_shipped_table_is_stale(table):
+    """Where this fails an edited kernel has to be measured again (`ejkernel tune --out`), or its entries removed."""
+    stale = set()
+    for key in json.loads(table.read_text())["configs"]:
+        name, kind, source = re.match(r"(\w+)@.*\|cuda \((.+)\)\|source (\w+)\|", key).groups()
+        if source != KERNELS[name].source_fingerprint(Target("cuda", kind)):
+            stale.add(name)
+    assert not stale
 
 
 def test_the_init_file_of_a_package_counts_for_its_importers():

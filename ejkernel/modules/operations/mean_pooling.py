@@ -82,10 +82,11 @@ class MeanPooling(Operation):
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """Random tokens, in sequences of uneven lengths that have all of them."""
+        """Random tokens, in sequences that have all of them: cut at random, as those of texts, many are short."""
         values = random_like(dict(operands))
         if "segments" in operands:
             shape, tokens = operands["segments"].shape, operands["x"].shape[1]
-            ends = np.round(tokens * np.linspace(0, 1, shape[1] + 1) ** 1.3).astype(np.int32)
+            cuts = np.sort(np.random.default_rng(0).integers(0, tokens, shape[1] - 1, endpoint=True))
+            ends = np.array([0, *cuts, tokens], np.int32)
             values["segments"] = jnp.broadcast_to(jnp.asarray(np.stack([ends[:-1], ends[1:]], -1)), shape)
         return values

@@ -66,7 +66,24 @@ MANY = {
     ),
     "recurrence_bwd": ((BY_HEAD,), (BY_HEAD,), ((32, 32, 64, 8, 2, "chunks"),), (BY_VALUE,), (BY_VALUE,)),
 }
-MANY_ON_HOPPER = MANY | {"recurrence": (FORWARD, FORWARD, FORWARD_BY_FEATURE[1:], FORWARD_BY_VALUE, FORWARD_BY_VALUE)}
+# With features that decay some of the others spill registers, and may be faster all the same: the tuner knows.
+MANY_BY_FEATURE = (
+    (32, 128, 64, 4, 2, "chunks"),
+    (64, 64, 64, 8, 2, "chunks"),
+    (64, 128, 64, 8, 3, "chunks"),
+    (64, 128, 64, 4, 3, "chunks"),
+)
+BACKWARD_MANY_BY_FEATURE = (
+    (32, 32, 64, 8, 2, "chunks"),
+    (32, 128, 32, 8, 2, "chunks"),
+    (32, 32, 32, 4, 2, "chunks"),
+    (32, 64, 64, 4, 2, "chunks"),
+    (64, 64, 32, 8, 2, "chunks"),
+)
+MANY_ON_HOPPER = MANY | {
+    "recurrence": (FORWARD, FORWARD, MANY_BY_FEATURE, FORWARD_BY_VALUE, FORWARD_BY_VALUE),
+    "recurrence_bwd": (*MANY["recurrence_bwd"][:2], BACKWARD_MANY_BY_FEATURE, *MANY["recurrence_bwd"][3:]),
+}
 # The same for up to 128 features on GPUs whose matrix products take their operands from registers.
 FUSED, MIDDLE = (64, 64, 64, 8, 2, "fused_chunks"), (32, 64, 64, 4, 2, "chunks")
 BACKWARD_MIDDLE, TANGENT_MIDDLE = (32, 64, 64, 8, 2, "chunks"), (32, 64, 32, 8, 1, "chunks")
