@@ -73,15 +73,7 @@ def attention(
         longest_first = plan.scheduler.order(blocks.reshape(-1, plan.q_tiles))
     softmax_scale = scale_of_heads(operands, spec)
     if plan.e4m3:
-        q, k, v = arrays
-        if softmax_scale is not None:
-            q = q * jnp.sign(softmax_scale).astype(q.dtype)[:, None, :, None]
-        arrays, scales = rounded(rotated(q), rotated(k), v, plan.block_q, plan.block_k)
-        of_queries = scales.queries * hadamard_size(problem.D)
-        if softmax_scale is not None:
-            of_queries *= jnp.abs(softmax_scale)[:, :, None]
-        scales = scales._replace(queries=of_queries)
-        softmax_scale = None
+        arrays, scales, softmax_scale = *_in_e4m3(arrays, softmax_scale, plan), None
     tile_dtype = arrays[0].dtype
     D_parts, V_parts = parts_of(problem.D), parts_of(problem.V)
     q = views((plan.q_stages, plan.block_q), D_parts, tile_dtype)
@@ -122,6 +114,18 @@ def attention(
         ),
     )
     return Outputs(o[:, : problem.S], of_sequences(lse[:, :, : problem.S], operands))
+
+
+def _in_e4m3(arrays: tuple, softmax_scale: Array | None, plan: Plan) -> tuple[tuple, Scales]:
+    """q, k and v in e4m3, and their scales, of which softmax_scale becomes a part."""
+    q, k, v = arrays
+    if softmax_scale is not None:
+        q = q * jnp.sign(softmax_scale).astype(q.dtype)[:, None, :, None]
+    arrays, scales = rounded(rotated(q), rotated(k), v, plan.block_q, plan.block_k)
+    of_queries = scales.queries * hadamard_size(plan.problem.D)
+    if softmax_scale is not None:
+        of_queries *= jnp.abs(softmax_scale)[:, :, None]
+    return arrays, scales._replace(queries=of_queries)
 
 
 def _kernel(
