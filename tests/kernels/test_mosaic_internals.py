@@ -42,6 +42,7 @@ PRIVATE = {
     "Layout": ("jax/_src/pallas/mosaic_gpu/core.py",),
     "arith": tuple(f"jaxlib/mlir/dialects/{name}.py" for name in ("arith", "_arith_ops_gen", "_arith_enum_gen")),
     "llvm": ("jaxlib/mlir/dialects/_llvm_ops_gen.py",),
+    "math": ("jaxlib/mlir/dialects/_math_ops_gen.py",),
     "vector": ("jaxlib/mlir/dialects/_vector_ops_gen.py",),
 }
 # jax.numpy, numpy and JAX are public; the types of `ir` are in no source text.

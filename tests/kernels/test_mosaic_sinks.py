@@ -24,7 +24,7 @@ def normal(seed, *shape):
 def dsinks(monkeypatch):
     """dsinks of a call, which the kernel does not compute."""
 
-    def without_kernel(q, k, v, do, start, delta, mask_info, pairs, plan):
+    def without_kernel(q, k, v, do, start, delta, mask_info, pairs, softmax_scale, plan):
         return jnp.zeros(q.shape, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)
 
     def run(x: Operands, outputs: Outputs, do, spec: FlashAttentionSpec):

@@ -84,6 +84,10 @@ MANY_ON_HOPPER = MANY | {
     "recurrence": (FORWARD, FORWARD, MANY_BY_FEATURE, FORWARD_BY_VALUE, FORWARD_BY_VALUE),
     "recurrence_bwd": (*MANY["recurrence_bwd"][:2], BACKWARD_MANY_BY_FEATURE, *MANY["recurrence_bwd"][3:]),
 }
+# The same for up to 128 features on GPUs newer than Hopper, where the first of the backward spills registers.
+ON_BLACKWELL = TABLES | {
+    "recurrence_bwd": (*TABLES["recurrence_bwd"][:2], BACKWARD_BY_FEATURE[::-1], *TABLES["recurrence_bwd"][3:])
+}
 # The same for up to 128 features on GPUs whose matrix products take their operands from registers.
 FUSED, MIDDLE = (64, 64, 64, 8, 2, "fused_chunks"), (32, 64, 64, 4, 2, "chunks")
 BACKWARD_MIDDLE, TANGENT_MIDDLE = (32, 64, 64, 8, 2, "chunks"), (32, 64, 32, 8, 1, "chunks")
@@ -120,12 +124,14 @@ def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Targ
         table, listed = FLOAT16, not many
     elif many:
         table = MANY_ON_HOPPER if target.compute_capability == 90 else MANY
+    elif target.multiplies_from_registers:
+        table = FROM_REGISTERS
     else:
-        table = FROM_REGISTERS if target.multiplies_from_registers else TABLES
+        table = TABLES if (target.compute_capability or 0) < 100 else ON_BLACKWELL
     candidates = table[operation][by]
     if candidates is FORWARD and operands.g is operands.g_gamma is None:
         candidates = WITHOUT_DECAY
-    if table is TABLES and by == 1 and padded(operands.v.shape[3]) <= ONE_BLOCK:
+    if table in (TABLES, ON_BLACKWELL) and by == 1 and padded(operands.v.shape[3]) <= ONE_BLOCK:
         candidates = table[operation][0]
     limit = shared_memory_limit(target)
     fits_in = lambda config: shared_memory(operation, operands, config) <= limit
