@@ -102,3 +102,9 @@ def test_the_public_function_takes_it():
     x, _ = SparseCase(LAYER, "h", (128, 128)).make(1024, jnp.bfloat16)
     arrays = dict(q=x.q, k=x.k, v=x.v, block_mask=x.block_mask[0])
     assert "pallas/gpu with" in str(ejkernel.explain("blocksparse_attention", **arrays, causal=True))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_scale_that_is_an_operand(softcap):
+    spec = FlashAttentionSpec(causal=True, softcap=softcap)
+    check(SparseCase(replace(LAYER, scale="b", spec=spec), "h", (128, 128)), 1024)
