@@ -29,6 +29,7 @@ from ejkernel.kernels._triton._recurrence import (  # noqa: E402
     splits,
     tangent,
 )
+from ejkernel.kernels._triton._recurrence import outputs as outputs_of_chunks  # noqa: E402
 
 from . import interpreter  # noqa: E402
 
@@ -57,11 +58,24 @@ def test_in_the_interpreter(case):
 )
 def test_features_in_blocks_in_the_interpreter(gates, monkeypatch):
     """More features of keys than a program takes at once, the last block being half full."""
-    for module in (gradients, tangent):
-        monkeypatch.setattr(module, "MOST_UNSPLIT_FEATURES", dict.fromkeys(module.MOST_UNSPLIT_FEATURES, 0))
+    monkeypatch.setattr(gradients, "MOST_UNSPLIT_FEATURES", 0)
+    monkeypatch.setattr(tangent, "MOST_UNSPLIT_FEATURES", dict.fromkeys(tangent.MOST_UNSPLIT_FEATURES, 0))
     monkeypatch.setattr(gradients, "ROWS", 16)
     monkeypatch.setattr(tangent, "ROWS", dict.fromkeys(tangent.ROWS, 16))
     check_all(*Case("blocks", gates, B=1, H=2, G=1).make(20, jnp.float32))
+
+
+@pytest.mark.parametrize("reverse", (False, True))
+def test_all_features_of_values_in_a_program_in_the_interpreter(reverse, monkeypatch):
+    """Weights of pairs are computed once for all blocks of values, of which the last is half full."""
+    monkeypatch.setattr(outputs_of_chunks, "PROGRAMS", 0)
+    x, spec = Case("values", dict(gk=0.5, g=0.5), B=1, H=2, G=1, D=40, V=80, reverse=reverse).make(20, jnp.float32)
+    config, wrt = RecurrenceConfig(**CONFIG, algorithm="chunks"), ("q", "k", "v", "gk")
+    found = recurrence(*poisoned(x), spec=spec, config=config)
+    cotangents = like(found)
+    of_x = recurrence_bwd(poisoned(x), None, cotangents, wrt=wrt, spec=spec, config=config)
+    exact, rounded = formula(x, spec, cotangents, jnp.float64), formula(x, spec, cotangents)
+    check((found, dict(zip(wrt, of_x, strict=True))), exact, rounded, jnp.float32)
 
 
 def check_all(x, spec):

@@ -51,38 +51,22 @@ TABLES = {
 # and the backward of decays of heads is best in the blocks of that without: 0.88, and 0.93 to 0.95 of the time.
 WITHOUT_DECAY = (FORWARD[1], FORWARD[0], *FORWARD[2:])
 ONE_BLOCK = 64
-# The same for more than 128 features, where large tiles do not fit into registers.
-BY_HEAD, BY_VALUE = (32, 32, 32, 8, 2, "chunks"), (SMALLEST, 32, 32, 8, 2, "chunks")
-FORWARD_BY_HEAD, BY_HEAD_JVP, BY_VALUE_JVP = (
-    (32, 32, 32, 4, 2, "chunks"),
-    (32, 32, 32, 8, 1, "chunks"),
-    (SMALLEST, 32, 32, 8, 1, "chunks"),
-)
+# The same for more than 128 features, which kernels take in blocks: of the configs that spill no more than 512 bytes of
+# registers the fastest on an H200 first.
+BY_VALUE, BY_VALUE_JVP = (SMALLEST, 32, 32, 8, 2, "chunks"), (SMALLEST, 32, 32, 8, 1, "chunks")
+FORWARD_MANY, TANGENT_MANY = FORWARD[2:], ((64, 64, 64, 8, 1, "chunks"), (64, 64, 64, 4, 1, "chunks"))
 MANY = {
-    "recurrence": ((FORWARD_BY_HEAD,), (FORWARD_BY_HEAD,), FORWARD_BY_FEATURE[1:], (BY_VALUE,), (BY_VALUE,)),
-    "recurrence_jvp": (
-        *((BY_HEAD_JVP,), (BY_HEAD_JVP,)),
-        *(((32, 64, 32, 8, 1, "chunks"),), (BY_VALUE_JVP,), (BY_VALUE_JVP,)),
-    ),
-    "recurrence_bwd": ((BY_HEAD,), (BY_HEAD,), ((32, 32, 64, 8, 2, "chunks"),), (BY_VALUE,), (BY_VALUE,)),
+    "recurrence": (FORWARD_MANY, FORWARD_MANY, FORWARD_BY_FEATURE, (BY_VALUE,), (BY_VALUE,)),
+    "recurrence_jvp": (TANGENT_MANY, TANGENT_MANY, TANGENT_BY_FEATURE, (BY_VALUE_JVP,), (BY_VALUE_JVP,)),
+    "recurrence_bwd": (BACKWARD, BACKWARD, BACKWARD_BY_FEATURE[::-1], (BY_VALUE,), (BY_VALUE,)),
 }
-# With features that decay some of the others spill registers, and may be faster all the same: the tuner knows.
-MANY_BY_FEATURE = (
-    (32, 128, 64, 4, 2, "chunks"),
-    (64, 64, 64, 8, 2, "chunks"),
-    (64, 128, 64, 8, 3, "chunks"),
-    (64, 128, 64, 4, 3, "chunks"),
-)
-BACKWARD_MANY_BY_FEATURE = (
-    (32, 32, 64, 8, 2, "chunks"),
-    (32, 128, 32, 8, 2, "chunks"),
-    (32, 32, 32, 4, 2, "chunks"),
-    (32, 64, 64, 4, 2, "chunks"),
-    (64, 64, 32, 8, 2, "chunks"),
-)
 MANY_ON_HOPPER = MANY | {
-    "recurrence": (FORWARD, FORWARD, MANY_BY_FEATURE, FORWARD_BY_VALUE, FORWARD_BY_VALUE),
-    "recurrence_bwd": (*MANY["recurrence_bwd"][:2], BACKWARD_MANY_BY_FEATURE, *MANY["recurrence_bwd"][3:]),
+    "recurrence": (*MANY["recurrence"][:3], FORWARD_BY_VALUE, FORWARD_BY_VALUE),
+    "recurrence_bwd": (BACKWARD, BACKWARD, BACKWARD_BY_FEATURE, *MANY["recurrence_bwd"][3:]),
+}
+BY_HEAD_JVP = (32, 32, 32, 8, 1, "chunks")
+MANY_FROM_REGISTERS = MANY | {
+    "recurrence_jvp": ((BY_HEAD_JVP,), (BY_HEAD_JVP,), *MANY["recurrence_jvp"][2:]),
 }
 # The same for up to 128 features on GPUs newer than Hopper, where the first of the backward spills registers.
 ON_BLACKWELL = TABLES | {
@@ -122,6 +106,8 @@ def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Targ
     many, listed = padded(operands.q.shape[3]) > 128, operands.q.dtype.itemsize == 2
     if operands.q.dtype == np.float16:
         table, listed = FLOAT16, not many
+    elif many and target.multiplies_from_registers:
+        table = MANY_FROM_REGISTERS
     elif many:
         table = MANY_ON_HOPPER if target.compute_capability == 90 else MANY
     elif target.multiplies_from_registers:

@@ -82,16 +82,17 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig) -> Ou
         )
     else:
         states, final = chunk_states(*x[1:8], places, p, config, backward=False, precise=spec.return_state)
+        columns = outputs.columns_of_program(p, block)
         o = _launch.launch(
             outputs_kernel,
             *(*x[:7], states),
             *places[:4],
             out_type=o_type,
-            grid=p.B * p.chunks * p.H * blocks,
+            grid=p.B * p.chunks * p.H * triton.cdiv(p.V, columns),
             config=config,
             p=p,
             BLOCK=block,
-            BLOCKS=blocks,
+            COLUMNS=columns,
             ROWS=block_of(p, config)[0],
         )
     return Outputs(zero_elsewhere(o, places), final)
@@ -133,16 +134,29 @@ def fused_kernel(
 def outputs_kernel(
     q, k, v, g, gk, gv, g_gamma, states, first, length, chunk, owner,
     o,
-    p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    p: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """o for COLUMNS features of values, a block of them after the other."""
+    programs: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
-    column, head = pid % BLOCKS * BLOCK, pid // BLOCKS % p.H
-    number, batch = pid // (BLOCKS * p.H) % p.chunks, pid // (BLOCKS * p.H * p.chunks)
+    column, head = pid % programs * COLUMNS, pid // programs % p.H
+    number, batch = pid // (programs * p.H) % p.chunks, pid // (programs * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
     of_chunk = (batch * p.chunks + number) * p.H + head
-    products, inter_chunk, gate, G = outputs.over_features(
-        q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, column, p, ROWS, BLOCK, False
-    )
-    v_tile = tiles.load_tile(v, batch, at, left, head // p.per_value, p.HV, column, p.V, BLOCK, p).to(p.dtype)
-    o_tile = outputs.chunk_outputs(products, inter_chunk, v_tile, gate, G, gv, batch, at, left, head, column, p)
-    tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
+    if COLUMNS > BLOCK:  # only where features decay, so that the weights of pairs are whole without gates
+        products = outputs.pairs_over_features(q, k, g, gk, g_gamma, batch, at, left, head, p, ROWS)
+        weights = pairs.decayed_pairs(products, None, None, p) * p.scale
+        for column in tl.range(0, p.V, BLOCK, num_stages=1):
+            inter_chunk = outputs.inter_chunk_over_features(
+                q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, column, p, ROWS, BLOCK, False
+            )
+            v_tile = tiles.load_tile(v, batch, at, left, head // p.per_value, p.HV, column, p.V, BLOCK, p).to(p.dtype)
+            o_tile = outputs.add_values(inter_chunk, weights, v_tile, None, p)
+            tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
+    else:
+        products, inter_chunk, gate, G = outputs.over_features(
+            q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, column, p, ROWS, BLOCK, False
+        )
+        v_tile = tiles.load_tile(v, batch, at, left, head // p.per_value, p.HV, column, p.V, BLOCK, p).to(p.dtype)
+        o_tile = outputs.chunk_outputs(products, inter_chunk, v_tile, gate, G, gv, batch, at, left, head, column, p)
+        tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)

@@ -39,7 +39,7 @@ from .pair_gradients import gate_gradients, pair_gradients
 from .problem import Places, Problem, gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import ROWS, block_of, chunk_states
 
-MOST_UNSPLIT_FEATURES = {tl.bfloat16: 256, tl.float32: 128}
+MOST_UNSPLIT_FEATURES = 128
 """The most features of keys that one program takes without decays of features; more are split into blocks of `ROWS`."""
 
 
@@ -115,7 +115,7 @@ def _gradients(
     elif p.by_feature:  # the decays of all features at once would not fit into registers
         found = run(given, types | of_feature("gk"), rows, p)
     else:
-        rows = p.D_PAD if (ROWS if p.exact else MOST_UNSPLIT_FEATURES[p.dtype]) >= p.D_PAD else ROWS
+        rows = p.D_PAD if (ROWS if p.exact else MOST_UNSPLIT_FEATURES) >= p.D_PAD else ROWS
         types |= {"dv": result_type(x.v)} if rows == p.D_PAD else {}
         types |= {"dg": array((triton.cdiv(p.D, rows), p.B, p.S, p.H), jnp.float32)} if of_gates else {}
         found = run(given, types, rows, p)
@@ -148,7 +148,8 @@ def _run(given: tuple, types: dict, rows: int, places: Places, p: Problem, confi
 
 def _of_values(x: Operands, do, dstates, dv, places: Places, p: Problem, config: RecurrenceConfig) -> jax.Array:
     """dv for each head of the state, if gradients_kernel does not compute it: it takes features of keys in blocks."""
-    rows, columns = block_of(p, config)
+    rows, block = block_of(p, config)
+    columns = outputs.columns_of_program(p, block)
     return _launch.launch(
         values_kernel,
         *(x.q, x.k, do, x.g, x.gk, x.g_gamma, dstates),
@@ -158,6 +159,7 @@ def _of_values(x: Operands, do, dstates, dv, places: Places, p: Problem, config:
         config=config,
         p=p,
         ROWS=rows,
+        BLOCK=block,
         COLUMNS=columns,
     )
 
@@ -166,22 +168,33 @@ def _of_values(x: Operands, do, dstates, dv, places: Places, p: Problem, config:
 def values_kernel(
     q, k, do, g, gk, g_gamma, dstates, first, length, chunk, owner,
     dv,
-    p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    p: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dv, as a sum over blocks of features of keys."""
-    blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
+    """dv for COLUMNS features of values, a block of them after the other, as sums over blocks of features of keys."""
+    programs: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
-    column, head = pid % blocks * COLUMNS, pid // blocks % p.H
-    number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
+    column, head = pid % programs * COLUMNS, pid // programs % p.H
+    number, batch = pid // (programs * p.H) % p.chunks, pid // (programs * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
     of_state = (batch * p.chunks + number) * p.H + head
-    products, dv_tile, gate, G = outputs.over_features(
-        q, k, g, gk, g_gamma, dstates, batch, at, left, head, of_state, column, p, ROWS, COLUMNS, True
-    )
-    weights = (pairs.decayed_pairs(products, gate, G, p) * p.scale).to(p.dtype)
-    do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, COLUMNS, p).to(p.dtype)
-    dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
-    tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
+    if COLUMNS > BLOCK:  # only where features decay, so that the weights of pairs are whole without gates
+        products = outputs.pairs_over_features(q, k, g, gk, g_gamma, batch, at, left, head, p, ROWS)
+        weights = (pairs.decayed_pairs(products, None, None, p) * p.scale).to(p.dtype)
+        for column in tl.range(0, p.V, BLOCK, num_stages=1):
+            dv_tile = outputs.inter_chunk_over_features(
+                q, k, g, gk, g_gamma, dstates, batch, at, left, head, of_state, column, p, ROWS, BLOCK, True
+            )
+            do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, BLOCK, p).to(p.dtype)
+            dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
+            tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
+    else:
+        products, dv_tile, gate, G = outputs.over_features(
+            q, k, g, gk, g_gamma, dstates, batch, at, left, head, of_state, column, p, ROWS, BLOCK, True
+        )
+        weights = (pairs.decayed_pairs(products, gate, G, p) * p.scale).to(p.dtype)
+        do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, BLOCK, p).to(p.dtype)
+        dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
+        tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
 
 
 @triton.jit

@@ -7,6 +7,17 @@ import triton
 import triton.language as tl
 
 from . import pairs, tiles
+from .problem import Problem
+from .splits import PROGRAMS
+
+
+def columns_of_program(p: Problem, block: int) -> int:
+    """The features of values that a program computes: a block, or all if pairs are the greater part of its work.
+
+    So they are where features decay, at two exponentials each. Chunks and heads alone then have to be enough programs.
+    """
+    whole = p.by_feature and p.B * p.chunks * p.H >= PROGRAMS
+    return max(p.V, block) if whole else block
 
 
 @triton.jit
@@ -21,20 +32,59 @@ def over_features(
     """
     products, inter_chunk = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, COLUMNS], 0.0, tl.float32)
     gate, G, _, _ = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, ROWS, p)
-    if p.exact:  # unrolled, the blocks would not fit into registers
+    row_blocks: tl.constexpr = p.D_PAD // ROWS
+    if p.exact or row_blocks > 2:  # unrolled, the blocks would not fit into registers
         for row in tl.range(0, p.D, ROWS):
             products, inter_chunk = add_block(
                 products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, row,
                 column, p, ROWS, COLUMNS, BACKWARD,
             )  # fmt: skip
     else:
-        row_blocks: tl.constexpr = p.D_PAD // ROWS
         for row in tl.static_range(0, row_blocks * ROWS, ROWS):
             products, inter_chunk = add_block(
                 products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, row,
                 column, p, ROWS, COLUMNS, BACKWARD,
             )  # fmt: skip
     return products, inter_chunk, gate, G
+
+
+@triton.jit
+def pairs_over_features(q, k, g, gk, g_gamma, batch, at, left, head, p: tl.constexpr, ROWS: tl.constexpr):
+    """The sum over features of `pair_products`."""
+    products = tl.full([p.C, p.C], 0.0, tl.float32)
+    for row in tl.range(0, p.D, ROWS):
+        q_tile = tiles.load_tile(q, batch, at, left, head // p.per_query, p.HQ, row, p.D, ROWS, p).to(p.dtype)
+        k_tile = tiles.load_tile(k, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, p).to(p.dtype)
+        gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
+        products = add_pairs(products, q_tile, k_tile, gate, G, T, p)
+    return products
+
+
+@triton.jit
+def add_pairs(products, q, k, gate, G, T, p: tl.constexpr):
+    if p.exact:  # subtraction, as the compiler would accumulate an addition into one long sum
+        return products - pairs.pair_products(-q, k, gate, G, T, p)
+    else:
+        return products + pairs.pair_products(q, k, gate, G, T, p)
+
+
+@triton.jit
+def inter_chunk_over_features(
+    q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, column,
+    p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """The sum over features of the inter-chunk part for a block of columns."""
+    inter_chunk = tl.full([p.C, COLUMNS], 0.0, tl.float32)
+    for row in tl.range(0, p.D, ROWS):
+        _, G, U, _ = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
+        state = tiles.load_state(states, of_chunk, row, ROWS, column, COLUMNS, p)
+        if BACKWARD:
+            k_tile = tiles.load_tile(k, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, p).to(p.dtype)
+            inter_chunk += from_state_cotangent(k_tile, state, U, p)
+        else:
+            q_tile = tiles.load_tile(q, batch, at, left, head // p.per_query, p.HQ, row, p.D, ROWS, p).to(p.dtype)
+            inter_chunk += from_state(q_tile, state, G, p)
+    return inter_chunk
 
 
 @triton.jit
@@ -46,10 +96,7 @@ def add_block(
     q_tile = tiles.load_tile(q, batch, at, left, head // p.per_query, p.HQ, row, p.D, ROWS, p).to(p.dtype)
     k_tile = tiles.load_tile(k, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, p).to(p.dtype)
     gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
-    if p.exact:  # subtraction, as the compiler would accumulate an addition into one long sum
-        products -= pairs.pair_products(-q_tile, k_tile, gate, G, T, p)
-    else:
-        products += pairs.pair_products(q_tile, k_tile, gate, G, T, p)
+    products = add_pairs(products, q_tile, k_tile, gate, G, T, p)
     state = tiles.load_state(states, of_chunk, row, ROWS, column, COLUMNS, p)
     if BACKWARD:
         inter_chunk += from_state_cotangent(k_tile, state, U, p)
