@@ -94,7 +94,15 @@ def test_heads_features_and_pages(h, g, d, page):
     check(step(h, g, d, page))
 
 
-OPTIONS = [dict(window=300), dict(window=100), dict(softcap=20.0), dict(softmax_scale=0.3), dict(batch_invariant=True)]
+@pytest.mark.parametrize("h, g", [(12, 4), (24, 4), (16, 1), (32, 1)])
+def test_heads_that_are_packed_in_part_or_altogether(h, g):
+    check(step(h, g))
+
+
+OPTIONS = [
+    *(dict(window=300), dict(window=100), dict(softcap=20.0), dict(softmax_scale=0.3), dict(batch_invariant=True)),
+    *(dict(num_splits=3), dict(num_splits=5, window=300)),
+]
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
@@ -118,6 +126,21 @@ def test_great_logits(peak):
 def test_sinks(d):
     sinks = np.random.default_rng(1).standard_normal((8, 3)) + 4
     check(step(d=d) | dict(sinks=jnp.asarray(sinks, jnp.float32)))
+
+
+@pytest.mark.parametrize("lengths, contexts", [((256,), (9000,)), ((100,), (8000,)), ((64, 40), (5000, 7000))], ids=str)
+def test_few_sequences_are_split(lengths, contexts):
+    check(step(32, 8, lengths=lengths, contexts=contexts))
+
+
+def test_sinks_are_counted_in_one_split():
+    sinks = np.random.default_rng(1).standard_normal((8, 2)) + 4
+    check(step() | dict(sinks=jnp.asarray(sinks, jnp.float32)), num_splits=4)
+
+
+@pytest.mark.parametrize("tokens", (8, 9))
+def test_sequences_of_few_tokens(tokens):
+    check(step(32, 8, page=16, lengths=(tokens,) * 20, contexts=range(tokens, 2000 + tokens, 100)))
 
 
 def test_many_sequences():

@@ -119,7 +119,7 @@ def test_few_tokens_are_decoded():
         ("softmax_scale is -0.1", dict(softmax_scale=-0.1), {}),
         ("softcap is 200", dict(softcap=200.0), {}),
         ("48 tokens in the step", {}, dict(tokens=48)),
-        ("sequences of 40 tokens", {}, dict(tokens=100, sequences=10)),
+        ("sequences of 28 tokens", {}, dict(tokens=70, sequences=10)),
     ],
     ids=lambda x: x.replace(" ", "_") if isinstance(x, str) else "",
 )
@@ -199,7 +199,7 @@ def test_blocks_and_pages_are_those_of_a_step(page, window):
     (T, H, D), problem = x["q"].shape, plan.problem
     left = None if window is None else window - 1
     table, total = work_tiles(
-        operands.context_lens, operands.query_start_loc, operands.num_seqs, T, plan.block_q, least, left, problem.K
+        operands.context_lens, operands.query_start_loc, operands.num_seqs, T, plan.tokens, least, left, problem.K
     )
     kv, block_tables = wide(operands.kv_pages).reshape(-1, 2 * problem.G, D), operands.block_tables[0]
     o, lse = np.full((T, H, D), np.nan), np.full((T, H), np.nan)
@@ -207,7 +207,7 @@ def test_blocks_and_pages_are_those_of_a_step(page, window):
     places = jax.jit(lambda of, block: (jnp.stack(plan.slots(of, block, block_tables)), plan.hides(of, block)))
     for entry in np.asarray(table)[: int(total[0])]:
         of = WorkTile(*entry)
-        ranges = [int(n) for n in plan.blocks_of_keys(of)]
+        ranges = [int(n) for n in plan.blocks_of_keys(of, 0)]
         positions = of.position + np.arange(of.tokens)[:, None]
         logits, values = [], []
         for block in range(ranges[0], ranges[1]):
@@ -238,6 +238,41 @@ def test_blocks_and_pages_are_those_of_a_step(page, window):
         close(found[~decoded], exact[~decoded], 1e-9)
 
 
+@pytest.mark.parametrize("window", (None, 130))
+def test_splits_share_all_blocks(window):
+    """Each block of a work tile is in one split, and full in it if it is full; others have a block and see nothing."""
+    from ejkernel.kernels._pallas.gpu.ragged_page_attention.forward import plan_of
+
+    with lowering_for(HOPPER):
+        plan = plan_of(shapes(), CacheSpec(window=window, num_splits=3))
+    assert plan.splits == 3
+    for position, tokens in ((0, 16), (200, 16), (700, 9), (1000, 16), (-40, 3)):
+        of = WorkTile(*map(jnp.int32, (0, tokens, position, 0, 0, 1280)))
+        begin, end, full_begin, full_end = map(int, plan.blocks_of_tokens(of))
+        found, full = [], []
+        for n in range(plan.splits):
+            split = jnp.int32(n)
+            ranges = [int(bound) for bound in plan.blocks_of_keys(of, split)]
+            assert 0 <= ranges[0] < ranges[1] <= 10 and ranges[0] <= ranges[2] <= ranges[3] <= ranges[1]
+            if not plan.sees_nothing(of, split):
+                found += range(*ranges[:2])
+                full += range(*ranges[2:])
+        assert not plan.sees_nothing(of, jnp.int32(plan.splits - 1))
+        assert found == list(range(begin, end)) and full == list(range(full_begin, full_end))
+
+
+def test_steps_of_few_sequences_are_split():
+    """So that all multiprocessors have work, unless the bits of a token may not depend on the rest of the step."""
+    from ejkernel.kernels._pallas.gpu.ragged_page_attention.forward import plan_of
+
+    x = shapes(tokens=256, h=32, g=8, sequences=1, columns=512)
+    with lowering_for(HOPPER):
+        splits = [plan_of(x, spec).splits for spec in (CacheSpec(), CacheSpec(batch_invariant=True))]
+        assert splits == [2, 1]
+        assert plan_of(shapes(tokens=512, h=32, g=8, sequences=1, columns=512), CacheSpec()).splits == 1
+        assert plan_of(shapes(tokens=64, h=32, g=8, sequences=1, columns=32), CacheSpec()).splits == 2
+
+
 @pytest.mark.parametrize("total", (0, 1, 7, 40))
 def test_thread_blocks_share_all_work_tiles(total, monkeypatch):
     from ejkernel.kernels._pallas.gpu.ragged_page_attention import plan as of_plan
@@ -250,4 +285,4 @@ def test_thread_blocks_share_all_work_tiles(total, monkeypatch):
         monkeypatch.setattr(of_plan.lax, "axis_index", lambda name, block=block: jnp.int32(block))
         count = int(plan.count(jnp.int32(total)))
         found += [int(plan.number(jnp.int32(n))) for n in range(count)]
-    assert sorted(found) == list(range(total * plan.problem.H))
+    assert sorted(found) == list(range(total * plan.problem.H // plan.packed_heads))

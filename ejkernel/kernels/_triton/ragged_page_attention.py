@@ -19,19 +19,21 @@ ROWS_BESIDE_PREFILLS = 32
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernels do not take the operands (arrays or shapes), or None."""
-    return _paged.refusal(target, _shapes(spec, operands))
+    return _paged.refusal(target, _shapes(spec, operands, None))
 
 
-def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
-    """Configs that may be best, the likeliest first."""
+def space(
+    spec: CacheSpec, operands: Operands, target: Target, tokens: int | None = None
+) -> list[RaggedPageAttentionConfig]:
+    """Configs that may be best, the likeliest first, of decodes with up to so many tokens, if not by the average."""
     keys = operands.block_tables.shape[2] * operands.kv_pages.shape[2]
-    found = _paged.choices(spec, target, _shapes(spec, operands), keys)
+    found = _paged.choices(spec, target, _shapes(spec, operands, tokens), keys)
     return _paged.configs(RaggedPageAttentionConfig, found)
 
 
-def excess(operands: Operands, config: RaggedPageAttentionConfig) -> str | None:
+def excess(operands: Operands, config: RaggedPageAttentionConfig, tokens: int | None = None) -> str | None:
     """What the kernels have against a config for these operands where the environment limits shared memory, or None."""
-    shapes = _shapes(CacheSpec(), operands)
+    shapes = _shapes(CacheSpec(), operands, tokens)
     return _paged.excess(shapes, _paged.tiles_of(shapes, config))
 
 
@@ -56,25 +58,30 @@ def attended(
     spec: CacheSpec,
     config: RaggedPageAttentionConfig,
     prefill: Callable[[int], dict[str, Array]] | None = None,
+    tokens: int | None = None,
 ) -> Outputs:
-    """o and lse; `prefill` computes the sequences that are not decoded, as `launch.attend` has it."""
+    """o and lse; `prefill` computes the sequences that are not decoded, as `launch.attend` has it: those with more than
+    `tokens`, if these are given.
+    """
     from ._paged.launch import Step, attend
 
     step = Step(
         x.q, x.kv_pages, x.kv_pages, x.context_lens, x.query_start_loc, x.num_seqs, None, x.block_tables, x.sinks,
         x.k_scale, x.v_scale, x.draft_mask, x.plan,
     )  # fmt: skip
-    tiles, splits = _paged.tiles_of(_shapes(spec, x), config), spec.num_splits or config.num_splits
+    tiles, splits = _paged.tiles_of(_shapes(spec, x, tokens), config), spec.num_splits or config.num_splits
     return Outputs(*attend(step, spec, x.block_tables.shape[1], splits, tiles, prefill=prefill))
 
 
-def _shapes(spec: CacheSpec, x: Operands) -> _paged.Shapes:
-    """With rows for the tokens of an average sequence, or for a single one where they may not depend on the step.
+def _shapes(spec: CacheSpec, x: Operands, tokens: int | None) -> _paged.Shapes:
+    """With rows for so many tokens, or for those of an average sequence, or for a single one where they may not depend
+    on the step.
 
     Where an average sequence is more than a tile there are prefills, beside which sequences have one token or few.
     """
     sequences, heads = x.block_tables.shape[1], x.q.shape[2] // max(1, x.kv_pages.shape[3])
-    tokens = 1 if spec.batch_invariant else math.ceil(x.q.shape[1] / max(1, sequences))
+    if tokens is None:
+        tokens = 1 if spec.batch_invariant else math.ceil(x.q.shape[1] / max(1, sequences))
     if tokens * heads > _paged.LARGEST_DECODE_TILE:
         tokens = max(1, ROWS_BESIDE_PREFILLS // max(1, heads))
     return _paged.Shapes(x.q, x.kv_pages, x.kv_pages, sequences, tokens)

@@ -23,8 +23,13 @@ def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPag
     return attention.space(spec, triton.operands_over_pages(operands), target)
 
 
+def excess(operands: Operands, config: RaggedPageAttentionConfig) -> str | None:
+    """What the decode has against a config for these operands where the environment limits shared memory, or None."""
+    return attention.excess(triton.operands_over_pages(operands), config)
+
+
 @kernel_registry.register("ragged_page_attention_v3", Platform.PALLAS, Backend.GPU, priority=200)
-@_paged.limited_by(triton.excess)
+@_paged.limited_by(excess)
 @emits(*_launch.CUSTOM_CALLS)
 @configured_by(lambda *call: space(*call)[0], space, refuses=_paged.refuses)
 @supported_if(supports)

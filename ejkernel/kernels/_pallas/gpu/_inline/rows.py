@@ -69,10 +69,12 @@ def zero_rows(tile: Any, begin: Array, end: Array) -> None:
 
 
 def store_rows(
-    o: Any, tile: Array, first: Array, rows: Array, head: Array, lse: Any = None, of_rows: Array | None = None
-) -> None:
+    o: Any, tile: Array, first: Array, rows: Array, head: Array, lse: Any = None, of_rows: Array | None = None,
+    heads_of_token: int = 1,
+) -> None:  # fmt: skip
     """o[first + n, head] = tile[n], and lse[first + n, head] = of_rows[n], for the rows 0 ≤ n < `rows` of a warpgroup.
 
+    Or o[first + n // heads_of_token, head + n % heads_of_token], if that many heads are packed, a power of two.
     `tile` [64, columns] has 16 or 32 bits a number. A thread stores the two columns of every eight that its registers
     hold.
     """
@@ -99,7 +101,11 @@ def store_rows(
         for half in range(2):
             n = arith.addi(row, constant(8 * half))
             inside = arith.cmpi(arith.CmpIPredicate.slt, n, rows)
-            at = arith.addi(arith.muli(wide(arith.addi(first, n)), constant(heads, i64)), wide(head))
+            token, of_token = n, head
+            if heads_of_token > 1:
+                token = arith.shrui(n, constant(heads_of_token.bit_length() - 1))
+                of_token = arith.addi(head, arith.andi(n, constant(heads_of_token - 1)))
+            at = arith.addi(arith.muli(wide(arith.addi(first, token)), constant(heads, i64)), wide(of_token))
             address = arith.addi(pointers[0], arith.muli(at, constant(columns * itemsize, i64)))
             address = arith.addi(address, wide(arith.muli(lane, constant(2 * itemsize))))
             for part, pair in enumerate(words[:, half]):

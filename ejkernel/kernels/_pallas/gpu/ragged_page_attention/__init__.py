@@ -23,8 +23,8 @@ from .._supports import refuses_given, refuses_scale, refuses_target
 BLOCKS = {64: (128, 128, 4), 128: (128, 128, 2), 192: (128, 64, 2), 256: (128, 64, 2)}
 # A page, or the part of it in a block of keys, is copied in tiles of 8 rows; fewer than 16 make too many copies.
 SMALLEST_PAGE = 16
-# With fewer tokens most rows of a tile are empty.
-LEAST_TOKENS = 64
+# With fewer tokens, or sequences of fewer rows (tokens × heads of a group), most rows of a tile are empty.
+LEAST_TOKENS, LEAST_ROWS = 64, 32
 ABSENT = ("k_scale", "v_scale", "draft_mask")
 
 
@@ -47,12 +47,20 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return wrong
     if q.shape[1] < LEAST_TOKENS:
         return f"{q.shape[1]} tokens in the step; the kernel takes {LEAST_TOKENS} or more"
-    sequences, heads = operands.block_tables.shape[1], q.shape[2] // kv.shape[3]
-    if (rows := math.ceil(q.shape[1] / sequences) * heads) <= (most := _paged.LARGEST_DECODE_TILE):
-        return (
-            f"sequences of {rows} tokens × heads of a group on average; up to {most} Triton's decoding kernel is faster"
-        )
+    if (rows := math.ceil(q.shape[1] / operands.block_tables.shape[1]) * _heads(operands)) < LEAST_ROWS:
+        average = f"sequences of {rows} tokens × heads of a group on average"
+        return f"{average}; below {LEAST_ROWS} Triton's decoding kernel is faster"
     return None
+
+
+def _heads(operands: Operands) -> int:
+    """Query heads that share a key/value head."""
+    return operands.q.shape[2] // operands.kv_pages.shape[3]
+
+
+def decoded(operands: Operands) -> int:
+    """The most tokens of a sequence that Triton decodes: as many as its smallest tile has rows for."""
+    return max(1, _paged.SMALLEST_TILE // _heads(operands))
 
 
 def pages_per_block(page: int, block_k: int) -> int:
@@ -62,11 +70,17 @@ def pages_per_block(page: int, block_k: int) -> int:
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
     """Configs of the decode that may be best, the likeliest first."""
-    return [replace(config, platform=Platform.PALLAS) for config in triton.space(spec, operands, target)]
+    found = triton.space(spec, operands, target, decoded(operands))
+    return [replace(config, platform=Platform.PALLAS) for config in found]
+
+
+def excess(operands: Operands, config: RaggedPageAttentionConfig) -> str | None:
+    """What the decode has against a config for these operands where the environment limits shared memory, or None."""
+    return triton.excess(operands, config, decoded(operands))
 
 
 @kernel_registry.register("ragged_page_attention", Platform.PALLAS, Backend.GPU, priority=200)
-@_paged.limited_by(triton.excess)
+@_paged.limited_by(excess)
 @emits(*_launch.CUSTOM_CALLS)
 @configured_by(lambda *call: space(*call)[0], space, refuses=_paged.refuses)
 @supported_if(supports)
@@ -79,5 +93,5 @@ def ragged_page_attention(
     from .forward import prefill
 
     x = Operands(*operands)
-    _paged.check("ragged_page_attention", triton.excess(x, config))
-    return triton.attended(x, spec, config, lambda most: prefill(x, spec, most))
+    _paged.check("ragged_page_attention", excess(x, config))
+    return triton.attended(x, spec, config, lambda most: prefill(x, spec, most), decoded(x))

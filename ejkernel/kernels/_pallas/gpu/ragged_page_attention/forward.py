@@ -1,14 +1,17 @@
 """The prefills of a step over pages: the forward of flash_attention, with keys copied page by page.
 
-The consumers, their mainloop and its numbers are those of the dense kernel. A work tile is up to block_q tokens of one
-sequence and one head (work.py). The producer reads the page numbers of a block of keys from the block table, and copies
-each page into its rows of the stage; all copies arrive at the full barrier of the stage. Slots outside of the context
-may hold NaN, so the consumers zero their values before the product: in the last block of a sequence, and in the first
-block of its window.
+The consumers, their mainloop and its numbers are those of the dense kernel. A work tile has tokens of one sequence,
+each with some of the heads that share its keys, up to block_q rows in all (work.py), so that few tokens fill it; where
+a step has few tiles, each has a split of the keys, and the splits are merged. The producer reads the page numbers of a
+block of keys from the block table, and copies each page into its rows of the stage; all copies arrive at the full
+barrier of the stage. Slots outside of the context may hold NaN, so the consumers zero their values before the product:
+in the last block of a sequence, and in the first block of its window.
 
 o is stored from registers, row by row, because the rows after a work tile belong to other sequences.
 """
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -18,6 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels._triton._paged.parts import merge_parts
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention import Operands
 
@@ -30,7 +34,13 @@ from ..flash_attention.problem import LOG2_E, Problem
 from ..flash_attention.tiles import COLUMNS, Statistics, View
 from . import BLOCKS
 from .plan import PagedPlan
-from .work import most_tiles, work_tiles
+from .work import WorkTile, most_tiles, work_tiles
+
+MOST_PACKED_HEADS = 16
+"""A power of two, so that a warpgroup's rows are whole tokens."""
+LEAST_KEYS_OF_SPLIT = 1024
+EVERY = 2**30
+"""More keys than there are."""
 
 
 def prefill(x: Operands, spec: CacheSpec, most: int) -> dict[str, Array]:
@@ -38,7 +48,7 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> dict[str, Array]:
     plan = plan_of(x, spec)
     problem, (B, T, H, D) = plan.problem, x.q.shape
     table, total = work_tiles(
-        x.context_lens, x.query_start_loc, x.num_seqs, T, plan.block_q, most + 1,
+        x.context_lens, x.query_start_loc, x.num_seqs, T, plan.tokens, most + 1,
         None if problem.low is None else -problem.low, problem.K,
     )  # fmt: skip
     sinks = x.sinks
@@ -46,7 +56,8 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> dict[str, Array]:
         sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (B, H))
     rows_of = lambda *shape: plgpu.SMEM(shape, problem.dtype, transforms=(plgpu.SwizzleTransform(128),))
     parts, stages = D // TILE_COLUMNS, plan.stages
-    q_tile = plan.q_stages, plan.block_q, TILE_COLUMNS
+    of_splits = plan.splits * B * T, H
+    of_token = (plan.packed_heads,) if plan.packed_heads > 1 else ()
     o, lse = launch(
         partial(_kernel, plan=plan),
         "ragged_page_attention_prefill",
@@ -58,13 +69,16 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> dict[str, Array]:
             total,
             sinks,
         ),
-        out_type=(jax.ShapeDtypeStruct((B * T, H, D), problem.dtype), jax.ShapeDtypeStruct((B * T, H), jnp.float32)),
+        out_type=(
+            jax.ShapeDtypeStruct((*of_splits, D), problem.dtype if plan.splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct(of_splits, jnp.float32),
+        ),
         blocks=plan.blocks,
         warpgroups=plan.warpgroups,
         scratch=dict(
             q_tiles=plgpu.RefUnion(
-                tuple(shared(q_tile, problem.dtype) for _ in range(parts)),
-                tuple(rows_of(*q_tile) for _ in range(parts)),
+                tuple(shared((plan.q_stages, plan.block_q, TILE_COLUMNS), problem.dtype) for _ in range(parts)),
+                tuple(rows_of(plan.q_stages, plan.tokens, *of_token, TILE_COLUMNS) for _ in range(parts)),
             ),
             k_tiles=shared((stages, plan.block_k, D), problem.dtype),
             v_tiles=shared((stages, plan.block_k, D), problem.dtype),
@@ -74,6 +88,8 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> dict[str, Array]:
             q_empty=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=plan.consumers),
         ),
     )
+    if plan.splits > 1:
+        o, lse = merge_parts(o.reshape(-1, D), lse.reshape(-1, 1), None, plan.splits, B * T * H, problem.dtype)
     return dict(o=o.reshape(x.q.shape), lse=lse.reshape(B, T, H))
 
 
@@ -81,15 +97,26 @@ def plan_of(x: Operands, spec: CacheSpec) -> PagedPlan:
     """The plan of a step (arrays or shapes)."""
     (B, T, H, D), (pools, pages, page, G), (_, N, J) = x.q.shape, x.kv_pages.shape[:4], x.block_tables.shape
     block_q, block_k, stages = BLOCKS[D]
+    packed_heads = math.gcd(H // G, MOST_PACKED_HEADS)
     problem = Problem(
         *(1, T, J * page, H, G, D, D, spec.softmax_scale, spec.softcap),
         low=None if spec.left is None else -spec.left, high=0, packed=False, segmented=False,
         dtype=np.dtype(x.q.dtype),
     )  # fmt: skip
-    return PagedPlan(
+    plan = PagedPlan(
         problem, block_q, block_k, stages, sequences=N, page=page, pages=pages, pools=pools, columns=J,
-        most_tiles=most_tiles(B, N, T, block_q),
+        most_tiles=most_tiles(B, N, T, block_q // packed_heads), packed_heads=packed_heads,
     )  # fmt: skip
+    return replace(plan, splits=spec.num_splits or (1 if spec.batch_invariant else _splits(plan, B, T)))
+
+
+def _splits(plan: PagedPlan, batches: int, tokens: int) -> int:
+    """So many that the work tiles of a step, with all of its tokens, are one for each multiprocessor at most.
+
+    Where all sequences have as many tokens there are so many tiles; others have more, and fewer where some are decoded.
+    """
+    tiles = batches * max(-(-tokens // plan.tokens), plan.sequences) * plan.tiles_of_tokens
+    return max(1, min(plan.processors // tiles, plan.problem.K // LEAST_KEYS_OF_SPLIT))
 
 
 def _kernel(
@@ -116,11 +143,15 @@ def _kernel(
 def _tile_of(tiles: Shared, arrays: tuple, number: Array, plan: PagedPlan, work_tile: Array) -> ConsumerTile:
     """The rows that this warpgroup has of the n-th work tile of its thread block."""
     table, sinks = arrays
-    of, head = plan.work_tile(work_tile, table)
-    maximum, total = -jnp.inf, 0.0
-    if sinks is not None:
-        maximum = sinks[lax.div(of.sequence, jnp.int32(plan.sequences)), head]
-        total = jnp.where(maximum == -jnp.inf, 0.0, 1.0 / COLUMNS)
+    of, head, split = plan.work_tile(work_tile, table)
+    maximum, total = full((ROWS,), -jnp.inf, PER_ROW), full((ROWS, COLUMNS), 0.0, WGMMA)
+    if sinks is not None:  # which are counted once
+        batch, of_row = lax.div(of.sequence, jnp.int32(plan.sequences)), lax.rem(_rows(), jnp.int32(plan.packed_heads))
+        for n in range(plan.packed_heads):
+            maximum = jnp.where(of_row == n, sinks[batch, head + n], maximum)
+        if plan.splits > 1:  # a sink counts once
+            maximum = jnp.where(split == plan.splits - 1, maximum, -jnp.inf)
+        total = broadcast_rows(jnp.where(maximum == -jnp.inf, 0.0, 1.0 / COLUMNS), total)
 
     def zero_hidden(stage: Array, block: Array) -> None:
         hides, begin, end = plan.hides(of, block)
@@ -129,13 +160,25 @@ def _tile_of(tiles: Shared, arrays: tuple, number: Array, plan: PagedPlan, work_
     return ConsumerTile(
         number=number,
         q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in tiles.q.parts],
-        view=View(jnp.int32(0), of.position + number * ROWS, None),
+        view=View(jnp.int32(0), _positions(of, split, number, plan) - _rows(), None),
         head=head,
-        block_range=plan.blocks_of_keys(of),
-        start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
+        block_range=plan.blocks_of_keys(of, split),
+        start=Statistics(maximum, total),
         units=None,
         zero_hidden=zero_hidden,
     )
+
+
+def _rows() -> Array:
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
+
+
+def _positions(of: WorkTile, split: Array, number: Array, plan: PagedPlan) -> Array:
+    """The positions of the tokens of a warpgroup's rows, before all keys in a split without any."""
+    first = of.position
+    if plan.splits > 1:
+        first = jnp.where(plan.sees_nothing(of, split), -EVERY, first)
+    return first + lax.div(_rows() + number * ROWS, jnp.int32(plan.packed_heads))
 
 
 def _store(
@@ -151,17 +194,18 @@ def _store(
     """The epilogue: o = acc / l and lse of the rows of a warpgroup, from its registers to device memory."""
     del tile
     (o, lse), (table, sinks) = out, arrays
-    of, head = plan.work_tile(work_tile, table)
+    of, head, split = plan.work_tile(work_tile, table)
     first = number * ROWS
     total = last.total.sum(axis=1)
     saw = total > 0
     if sinks is not None:  # tokens outside of every context have no sinks
-        place = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW) + (of.position + first)
-        saw &= place >= 0
+        saw &= _positions(of, split, number, plan) >= 0
     total = jnp.where(saw, total, 1.0)
-    rows = (acc * broadcast_rows(1 / total, acc)).astype(plan.problem.dtype)
+    rows = (acc * broadcast_rows(1 / total, acc)).astype(o.dtype)
     of_rows = jnp.where(saw, (last.maximum + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
-    store_rows(o, rows, of.token + first, of.tokens - first, head, lse, of_rows)
+    token, heads = of.token + lax.div(first, jnp.int32(plan.packed_heads)), plan.packed_heads
+    token += split * (o.shape[0] // plan.splits)
+    store_rows(o, rows, token, of.tokens * heads - first, head, lse, of_rows, heads)
 
 
 def _load(q, kv, block_tables, table, tiles: Shared, count: Array, plan: PagedPlan) -> None:
@@ -175,12 +219,13 @@ def _load(q, kv, block_tables, table, tiles: Shared, count: Array, plan: PagedPl
             plgpu.copy_gmem_to_smem(kv.at[pl.ds(slot, rows), kv_head], target, full.at[stage])
 
     def one(work_tile, step):
-        of, head = plan.work_tile(work_tile, table)
-        kv_head, block_range = 2 * lax.div(head, jnp.int32(plan.problem.group)), plan.blocks_of_keys(of)
+        of, head, split = plan.work_tile(work_tile, table)
+        kv_head, block_range = 2 * lax.div(head, jnp.int32(plan.problem.group)), plan.blocks_of_keys(of, split)
         stage = stage_of(work_tile, plan.q_stages)
         pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))
         for n, part in enumerate(tiles.q.copies):
-            source = q.at[pl.ds(of.token, plan.block_q), head, pl.ds(n * TILE_COLUMNS, TILE_COLUMNS)]
+            heads = pl.ds(head, plan.packed_heads) if plan.packed_heads > 1 else head
+            source = q.at[pl.ds(of.token, plan.tokens), heads, pl.ds(n * TILE_COLUMNS, TILE_COLUMNS)]
             plgpu.copy_gmem_to_smem(source, part.at[stage], tiles.q_full.at[stage])
 
         def block(i, step):

@@ -25,6 +25,8 @@ class PagedPlan(Plan):
         pages: of a pool, and `pools` how many there are: 1, or one for each batch.
         columns: pages of a sequence in its table.
         most_tiles: work tiles, of all heads together, that the table has places for.
+        packed_heads: heads of a group that a work tile has together, each token's in rows one after the other.
+        splits: of the keys of each work tile.
     """
 
     sequences: int
@@ -33,6 +35,18 @@ class PagedPlan(Plan):
     pools: int
     columns: int
     most_tiles: int
+    packed_heads: int
+    splits: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a work tile at most."""
+        return self.block_q // self.packed_heads
+
+    @property
+    def tiles_of_tokens(self) -> int:
+        """Work tiles that the same tokens have, one for each split of their keys and each set of packed heads."""
+        return self.problem.H // self.packed_heads * self.splits
 
     @property
     def persistent(self) -> bool:
@@ -51,7 +65,7 @@ class PagedPlan(Plan):
     @property
     def blocks(self) -> int:
         """Thread blocks: one for each multiprocessor, if there may be work for it."""
-        return min(self.most_tiles * self.problem.H, self.processors)
+        return min(self.most_tiles * self.tiles_of_tokens, self.processors)
 
     @property
     def pages_per_block(self) -> int:
@@ -59,7 +73,7 @@ class PagedPlan(Plan):
         return pages_per_block(self.page, self.block_k)
 
     def number(self, work_tile: Array) -> Array:
-        """The index of this thread block's n-th work tile among those of all heads: all heads of a tile, then the next.
+        """The index of this thread block's n-th work tile among those of all heads: all of some tokens, then the next.
 
         Every other round is assigned in reverse, so that no thread block always gets the longest tiles.
         """
@@ -68,18 +82,41 @@ class PagedPlan(Plan):
         return work_tile * self.blocks + place
 
     def count(self, total: Array) -> Array:
-        """The number of work tiles of this thread block, of `total` tiles of every head."""
-        whole = lax.div(total * self.problem.H, jnp.int32(self.blocks))
-        return whole + (self.number(whole) < total * self.problem.H).astype(jnp.int32)
+        """The number of work tiles of this thread block, of `total` in the table."""
+        total *= self.tiles_of_tokens
+        whole = lax.div(total, jnp.int32(self.blocks))
+        return whole + (self.number(whole) < total).astype(jnp.int32)
 
-    def work_tile(self, work_tile: Array, table: Any) -> tuple[WorkTile, Array]:
-        """This thread block's n-th work tile, and its head."""
-        number, heads = self.number(work_tile), jnp.int32(self.problem.H)
-        index = lax.div(number, heads)
-        return WorkTile(*(table[index, n] for n in range(len(WorkTile._fields)))), lax.rem(number, heads)
+    def work_tile(self, work_tile: Array, table: Any) -> tuple[WorkTile, Array, Array]:
+        """This thread block's n-th work tile, its first head, and which split of its keys it has."""
+        number, tiles = self.number(work_tile), jnp.int32(self.tiles_of_tokens)
+        index, place = lax.div(number, tiles), lax.rem(number, tiles)
+        of, splits = WorkTile(*(table[index, n] for n in range(len(WorkTile._fields)))), jnp.int32(self.splits)
+        if self.splits == 1:
+            return of, place * self.packed_heads, jnp.int32(0)
+        return of, lax.div(place, splits) * self.packed_heads, lax.rem(place, splits)
 
-    def blocks_of_keys(self, of: WorkTile) -> BlockRanges:
-        """The blocks that a work tile is computed with."""
+    def blocks_of_keys(self, of: WorkTile, split: Array) -> BlockRanges:
+        """The blocks that a split of a work tile is computed with."""
+        whole = self.blocks_of_tokens(of)
+        if self.splits == 1:
+            return whole
+        begin, end = self.bounds(split, whole)
+        inside = BlockRanges(*(jnp.clip(bound, begin, end) for bound in whole))
+        return inside.at_least_one(-(-self.problem.K // self.block_k))
+
+    def bounds(self, split: Array, whole: BlockRanges) -> tuple[Array, Array]:
+        """The first block of a split, and that of the next. The last split has a block, others may have none."""
+        length, splits = whole.end - whole.begin, jnp.int32(self.splits)
+        return tuple(whole.begin + lax.div(length * n, splits) for n in (split, split + 1))
+
+    def sees_nothing(self, of: WorkTile, split: Array) -> Array:
+        """Whether a split has no block; it is computed with one all the same."""
+        begin, end = self.bounds(split, self.blocks_of_tokens(of))
+        return begin == end
+
+    def blocks_of_tokens(self, of: WorkTile) -> BlockRanges:
+        """The blocks with keys that the tokens of a work tile see."""
         blocks, step = -(-self.problem.K // self.block_k), jnp.int32(self.block_k)
         whole = lambda key: lax.div(jnp.maximum(key, 0), step)
         begin = full_begin = jnp.int32(0)
