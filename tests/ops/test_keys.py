@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.metadata import PackageNotFoundError
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.utils.devices import local_target
 from ejkernel.ops.utils.fingerprints import key_of as key_of_target
+from ejkernel.ops.utils.fingerprints import versions_fingerprint
 from ejkernel.ops.utils.operands import abstract
 from ejkernel.ops.utils.serialization import pack, unpack
 from ejkernel.types import Platform, Target
@@ -132,6 +134,23 @@ def test_without_source_the_fingerprint_is_of_the_bytecode():
         exec(f"class Made(Shown):\n  def run(self, a, *, cfg):\n    return {text}", scope)
         made.setdefault(text, set()).add(scope["Made"]().source_fingerprint())
     assert len(made["a"]) == 1 and made["a"].isdisjoint(made["a + 1"])
+
+
+@pytest.mark.parametrize("package", ["jax", "jaxlib", "triton", "jax-triton"])
+def test_a_config_holds_for_the_packages_that_it_was_measured_with(package, monkeypatch):
+    """Without jax-triton the kernels of Triton are no candidates, and where it is installed later they have to be."""
+    versions = dict.fromkeys(("jax", "jaxlib", "triton", "jax-triton"), "1.0")
+
+    def version(name):
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    with_all = versions_fingerprint.__wrapped__()
+    assert with_all == "jax 1.0, jaxlib 1.0, triton 1.0, jax-triton 1.0"
+    del versions[package]
+    assert versions_fingerprint.__wrapped__() == ", ".join(f"{name} 1.0" for name in versions)
 
 
 # --- Sharding

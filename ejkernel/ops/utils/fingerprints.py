@@ -138,9 +138,12 @@ def source_fingerprint(*sources: type | types.FunctionType | types.ModuleType) -
 
 @functools.cache
 def versions_fingerprint() -> str:
-    """As "jax 0.11.2, jaxlib 0.11.2, triton 3.6.0"; a package that is not installed is left out."""
+    """As "jax 0.11.2, jaxlib 0.11.2, triton 3.6.0, jax-triton 0.4.1"; a package that is not installed is left out.
+
+    Without jax-triton a call has no Triton kernels to choose from.
+    """
     found = []
-    for package in ("jax", "jaxlib", "triton"):
+    for package in ("jax", "jaxlib", "triton", "jax-triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{package} {importlib.metadata.version(package)}")
     return ", ".join(found)
