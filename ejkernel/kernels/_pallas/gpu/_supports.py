@@ -8,7 +8,8 @@ from ejkernel.types import Target
 from ._internals import moved
 
 HOPPER = 90
-# The error of tanh in the kernels is 1e-7, which the softcap multiplies in the logits.
+# The error of tanh in the kernels is 1e-7 by exponentials, and by the polynomial as much for logits that take it: the
+# softcap multiplies it in the logits.
 MOST_SOFTCAP = 100.0
 
 

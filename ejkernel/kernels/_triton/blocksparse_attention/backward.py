@@ -27,10 +27,11 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton.flash_attention import logits, masks, sequence_info
 from ejkernel.kernels._triton.flash_attention import tiles as flash
 from ejkernel.kernels._triton.flash_attention.configs import transposed_tile
-from ejkernel.kernels._triton.flash_attention.problem import seen_lse, sum_to_shape, weights_of_sinks
+from ejkernel.kernels._triton.flash_attention.problem import seen_lse, weights_of_sinks
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 from ejkernel.primitives.flash_attention import Outputs
 from ejkernel.types import KernelConfig
+from ejkernel.xla_utils.sums import sum_to_shape
 
 from . import lists, tiles
 from .bias_gradient import bias_gradient

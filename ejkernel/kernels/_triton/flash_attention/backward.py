@@ -26,6 +26,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 from ejkernel.types.target import DEFAULT_CORE_COUNT
+from ejkernel.xla_utils.sums import sum_to_shape
 
 from . import logits, masks, sequence_info, tiles
 from .bias_gradient import bias_gradient
@@ -36,7 +37,6 @@ from .problem import (
     problem_of,
     seen_lse,
     segment_ranges_of,
-    sum_to_shape,
     weights_of_sinks,
     zero_fully_masked_queries,
     zero_hidden_keys,

@@ -258,12 +258,6 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def sum_to_shape(x, shape: tuple[int, ...]):
-    """The sum of x over the axes along which an array of `shape` was broadcast to it."""
-    broadcast = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
-    return x.sum(broadcast, keepdims=True)
-
-
 # The largest exponent s − lse of a weight that is divided by the sum of its row: above it, sums may overflow.
 LARGEST_EXPONENT = 30.0
 

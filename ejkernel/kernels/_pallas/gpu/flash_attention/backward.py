@@ -32,6 +32,7 @@ from ejkernel.kernels._query_splits import splits_of
 from ejkernel.kernels._visibility import Visibility, visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
+from ejkernel.xla_utils.sums import sum_to_shape
 
 from .._launch import ROWS, either, launch, shared, whole_eights
 from .backward_plan import WARPGROUPS, Plan, Shared
@@ -109,9 +110,10 @@ def gradients(
     found = {"q": (dq * scale).astype(problem.dtype)[:, : problem.S]}
     found |= {"k": dk[:, : problem.K], "v": dv[:, : problem.K]}
     if "softmax_scale" in wrt:
-        # dscale = Σ_ij ds_ij·(q·k)_ij = Σ_i q_i·(ds·k)_i
-        dscale = jnp.einsum("bshd,bshd->bh", q, dq[:, : problem.S], preferred_element_type=jnp.float32)
-        found["softmax_scale"] = spec.softmax_scale * _summed(dscale, primals.softmax_scale.shape)
+        # dscale = Σ_ij ds_ij·(q·k)_ij = Σ_i q_i·(ds·k)_i; a list of blocks may hide all keys from a query, of any value
+        dscale = jnp.einsum("bshd,bshd->bhs", q, dq[:, : problem.S], preferred_element_type=jnp.float32)
+        dscale = jnp.where(outputs.lse == -jnp.inf, 0, dscale).sum(2)
+        found["softmax_scale"] = spec.softmax_scale * sum_to_shape(dscale, primals.softmax_scale.shape)
     if plan.dbias:
         found["bias"] = _dbias(ds[0], primals.bias.shape, visibility, problem)
     if "sinks" in wrt:
@@ -187,13 +189,7 @@ def _dbias(ds: Array, shape: tuple[int, ...], visibility: Visibility, problem: P
     ds = ds[..., : problem.S].swapaxes(2, 3)
     if problem.cut:
         ds = jnp.where(replace(visibility, mask=None).pairs(), ds, 0)
-    return _summed(ds, shape)
-
-
-def _summed(x: Array, shape: tuple[int, ...]) -> Array:
-    """The sum in float32 over the axes of which `shape` has one number."""
-    axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
-    return x.sum(axes, dtype=jnp.float32, keepdims=True)
+    return sum_to_shape(ds, shape)
 
 
 def _kernel(
