@@ -51,6 +51,7 @@ _USED = {
         "def muli(",
         "def negf(",
         "def ori(",
+        "def shrui(",
         "def subi(",
         "def xori(",
     ),
