@@ -67,6 +67,12 @@ def test_feature_sizes(D, V, gates):
     compare(Case("sizes", gates, D=D, V=V), 200, jnp.bfloat16)
 
 
+@pytest.mark.parametrize("ends", [(), (0, 0.35, 0.65, 1)], ids=["dense", "packed"])
+@pytest.mark.parametrize("gates", [dict(gk=0.1), dict(gk=0.1, gv=0.1)], ids=lambda gates: "".join(gates))
+def test_chunks_enough_for_all_values_in_a_program(gates, ends):
+    compare(Case("programs", gates, B=1, H=32, G=32, D=128, V=256, ends=ends), 640, jnp.bfloat16)
+
+
 @pytest.mark.parametrize("case", [replace(case, B=1) for case in CASES[:6]], ids=lambda case: case.name)
 def test_two_thousand_tokens_in_splits(case):
     compare(replace(case, D=64, V=64), 2048, jnp.bfloat16)

@@ -65,11 +65,16 @@ def test_features_in_blocks_in_the_interpreter(gates, monkeypatch):
     check_all(*Case("blocks", gates, B=1, H=2, G=1).make(20, jnp.float32))
 
 
+@pytest.mark.parametrize("gates", [dict(gk=0.5, g=0.5), dict(gk=0.5, gv=0.5)], ids="-".join)
 @pytest.mark.parametrize("reverse", (False, True))
-def test_all_features_of_values_in_a_program_in_the_interpreter(reverse, monkeypatch):
-    """Weights of pairs are computed once for all blocks of values, of which the last is half full."""
+def test_all_features_of_values_in_a_program_in_the_interpreter(reverse, gates, monkeypatch):
+    """Weights of pairs are computed once for all blocks of values, of which the last is half full.
+
+    Where values decay, too, each block of them has a program.
+    """
     monkeypatch.setattr(outputs_of_chunks, "PROGRAMS", 0)
-    x, spec = Case("values", dict(gk=0.5, g=0.5), B=1, H=2, G=1, D=40, V=80, reverse=reverse).make(20, jnp.float32)
+    case = Case("values", gates, B=1, H=2, G=2 if "gv" in gates else 1, D=40, V=80, reverse=reverse)
+    x, spec = case.make(20, jnp.float32)
     config, wrt = RecurrenceConfig(**CONFIG, algorithm="chunks"), ("q", "k", "v", "gk")
     found = recurrence(*poisoned(x), spec=spec, config=config)
     cotangents = like(found)

@@ -82,7 +82,7 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig) -> Ou
         )
     else:
         states, final = chunk_states(*x[1:8], places, p, config, backward=False, precise=spec.return_state)
-        columns = outputs.columns_of_program(p, block)
+        columns = block if x.gv is not None else outputs.columns_of_program(p, block)
         o = _launch.launch(
             outputs_kernel,
             *(*x[:7], states),
@@ -143,7 +143,7 @@ def outputs_kernel(
     number, batch = pid // (programs * p.H) % p.chunks, pid // (programs * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
     of_chunk = (batch * p.chunks + number) * p.H + head
-    if COLUMNS > BLOCK:  # only where features decay, so that the weights of pairs are whole without gates
+    if COLUMNS > BLOCK:  # only where features of keys decay, and not those of values
         products = outputs.pairs_over_features(q, k, g, gk, g_gamma, batch, at, left, head, p, ROWS)
         weights = pairs.decayed_pairs(products, None, None, p) * p.scale
         for column in tl.range(0, p.V, BLOCK, num_stages=1):

@@ -177,7 +177,7 @@ def values_kernel(
     number, batch = pid // (programs * p.H) % p.chunks, pid // (programs * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
     of_state = (batch * p.chunks + number) * p.H + head
-    if COLUMNS > BLOCK:  # only where features decay, so that the weights of pairs are whole without gates
+    if COLUMNS > BLOCK:  # only where features decay
         products = outputs.pairs_over_features(q, k, g, gk, g_gamma, batch, at, left, head, p, ROWS)
         weights = (pairs.decayed_pairs(products, None, None, p) * p.scale).to(p.dtype)
         for column in tl.range(0, p.V, BLOCK, num_stages=1):

@@ -12,9 +12,10 @@ from .splits import PROGRAMS
 
 
 def columns_of_program(p: Problem, block: int) -> int:
-    """The features of values that a program computes: a block, or all if pairs are the greater part of its work.
+    """The features of values that a program computes, if these do not decay: a block, or all of them.
 
-    So they are where features decay, at two exponentials each. Chunks and heads alone then have to be enough programs.
+    All of them where the features of keys decay, as the weights of pairs are the greater part of the work then, at two
+    exponentials for each feature. Chunks and heads alone have to be enough programs.
     """
     whole = p.by_feature and p.B * p.chunks * p.H >= PROGRAMS
     return max(p.V, block) if whole else block
@@ -62,6 +63,7 @@ def pairs_over_features(q, k, g, gk, g_gamma, batch, at, left, head, p: tl.const
 
 @triton.jit
 def add_pairs(products, q, k, gate, G, T, p: tl.constexpr):
+    """products + `pair_products` of a block of features."""
     if p.exact:  # subtraction, as the compiler would accumulate an addition into one long sum
         return products - pairs.pair_products(-q, k, gate, G, T, p)
     else:

@@ -145,7 +145,7 @@ def _tile_of(tiles: Shared, arrays: tuple, number: Array, plan: PagedPlan, work_
     table, sinks = arrays
     of, head, split = plan.work_tile(work_tile, table)
     maximum, total = full((ROWS,), -jnp.inf, PER_ROW), full((ROWS, COLUMNS), 0.0, WGMMA)
-    if sinks is not None:  # which are counted once
+    if sinks is not None:
         batch, of_row = lax.div(of.sequence, jnp.int32(plan.sequences)), lax.rem(_rows(), jnp.int32(plan.packed_heads))
         for n in range(plan.packed_heads):
             maximum = jnp.where(of_row == n, sinks[batch, head + n], maximum)
