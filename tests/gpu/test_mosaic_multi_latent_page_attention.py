@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.latent_pages import defined, poisoned, step
+from kernels.latent_pages import defined, lists, poisoned, step, tree, unnamed
 from kernels.paged import close
 
 import ejkernel
@@ -103,3 +103,63 @@ def test_families_of_inputs(h, family):
 def test_reruns_give_the_same_bits(h):
     x, call = step(h, "bfloat16", "bfloat16", page=64, scale=4, **DEEPSEEK), jax.jit(run)
     jax.tree.map(np.testing.assert_array_equal, call(**x), call(**x))
+
+
+# --- Lists of keys
+
+
+@pytest.mark.parametrize("h", (1, 3, 16, 17, 32, 64, 80, 128))
+@pytest.mark.parametrize("keys", (1, 64, 70, 128, 1000))
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_lists(h, keys, dtype):
+    x = step(h, dtype, dtype, page=64, scale=8, **DEEPSEEK)
+    check(x | dict(indices=lists(keys, x)))
+
+
+@pytest.mark.parametrize("h, page", [(16, 8), (20, 1), (64, 24), (64, 128)])
+@pytest.mark.parametrize("options", [{}, dict(window=9), dict(softcap=2.0), dict(num_splits=3)], ids=str)
+@pytest.mark.parametrize("drafts", (0, 3))
+def test_options_of_lists(h, page, options, drafts):
+    x = step(h, "bfloat16", "bfloat16", page=page, scale=8, **DEEPSEEK)
+    check(x | dict(indices=lists(300, x)) | (dict(draft_mask=tree(drafts)) if drafts else {}), **options)
+
+
+@pytest.mark.parametrize("sinks", [(64,), (64, 3)], ids=str)
+@pytest.mark.parametrize("num_splits", (1, 2))
+def test_sinks_of_lists(sinks, num_splits):
+    x = step(64, "bfloat16", "bfloat16", page=64, **DEEPSEEK)
+    given = jnp.asarray(np.random.default_rng(1).standard_normal(sinks), jnp.float32)
+    check(x | dict(indices=lists(300, x), sinks=given), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("h", (16, 64))
+@pytest.mark.parametrize("num_splits", (1, 2))
+def test_unlisted_keys_may_be_nan(h, num_splits):
+    x = step(h, "bfloat16", "bfloat16", page=8, **DEEPSEEK)
+    x, with_nan = unnamed(x, lists(140, x))
+    call = jax.jit(partial(run, num_splits=num_splits))
+    jax.tree.map(np.testing.assert_array_equal, call(**with_nan), call(**x))
+
+
+@pytest.mark.parametrize("pools", (1, 2))
+def test_batches_of_lists(pools):
+    """Under vmap, with a pool for each step of the batch and with one for all."""
+    x = step(64, "bfloat16", "bfloat16", page=64, **DEEPSEEK)
+    both = [x | dict(indices=lists(200, x, seed)) | (dict(pages=x["pages"] * (1 + seed)) if pools > 1 else {})
+            for seed in range(2)]  # fmt: skip
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *both)
+    axes = {name: 0 for name in x | dict(indices=0)} | (dict(pages=None) if pools == 1 else {})
+    stacked |= dict(pages=x["pages"]) if pools == 1 else {}
+    found = jax.jit(jax.vmap(lambda x: run(**x), in_axes=(axes,)))(stacked)
+    for n, one in enumerate(both):
+        for a, b in zip(found, defined(one), strict=True):
+            close(a[n], b, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("h", (16, 32, 128))
+def test_lists_of_many_tokens_in_every_order(h):
+    """2048 keys in random order, other ones for each of the tokens of two sequences, whose contexts differ."""
+    x, rng = of_lengths((2500, 4096), 40, h), np.random.default_rng(3)
+    scale, tokens = x.pop("softmax_scale"), x["q_latent"].shape[0]
+    indices = np.stack([rng.permutation(4096)[:2048] for _ in range(tokens)])
+    check(x | dict(indices=jnp.asarray(indices, jnp.int32)), softmax_scale=scale)

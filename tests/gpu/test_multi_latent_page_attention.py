@@ -136,7 +136,7 @@ def test_lists_of_quantised_keys_with_sinks(pages, shape):
 
 
 def test_unlisted_keys_may_be_nan():
-    x, with_nan = unnamed(lists(5, step()))
+    x, with_nan = unnamed(step(), lists(5, step()))
     call = jax.jit(run)
     jax.tree.map(np.testing.assert_array_equal, call(**with_nan), call(**x))
 

@@ -82,11 +82,11 @@ def poisoned(x):
     return x, x | with_nan
 
 
-def unnamed(indices):
+def unnamed(x, indices):
     """The arguments with a pool in which every sequence has its own pages, and these lists, and the same with NaN in
     all slots that no list names.
     """
-    x, _ = poisoned(step())
+    x, _ = poisoned(x)
     x |= dict(indices=indices)
     page, starts, contexts = x["pages"].shape[1], np.asarray(x["query_start_loc"]), np.asarray(x["context_lens"])
     is_named = np.zeros((len(CONTEXTS), J * page), bool)

@@ -44,6 +44,32 @@ def test_lowers(h, page, options):
         assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
 
 
+def listed(keys, **sizes):
+    """Operands with lists of so many keys."""
+    x = shapes(**sizes)
+    return x._replace(indices=jax.ShapeDtypeStruct((1, x.q_latent.shape[1], keys), jnp.int32))
+
+
+@pytest.mark.parametrize("h, page, keys", [(1, 1, 1), (17, 64, 300), (64, 24, 128), (128, 64, 2048)])
+@pytest.mark.parametrize("options", [{}, dict(window=300, softcap=20.0)], ids=str)
+def test_lists_lower(h, page, keys, options):
+    spec, x = CacheSpec(softmax_scale=0.1, **options), listed(keys, tokens=70, h=h, page=page)
+    with lowering_for(HOPPER):
+        assert supports(spec, x, HOPPER) is None
+        config = space(spec, x, HOPPER)[0]
+        text = lowered(lambda x: multi_latent_page_attention(*x, spec=spec, config=config), x)
+    assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
+
+
+@pytest.mark.parametrize("tokens, keys, blocks", [(1, 2048, 16), (8, 2048, 132), (4096, 2048, 4096), (1, 1, 1)])
+@pytest.mark.parametrize("h, rows", [(128, 64), (17, 32), (16, 16)])
+def test_lists_are_cut_where_there_are_few_tokens(tokens, keys, blocks, h, rows):
+    """Into pairs of tiles at most, and so that thread blocks fill the multiprocessors."""
+    config = space(SPEC, listed(keys, tokens=tokens, h=h, sequences=1), HOPPER)[0]
+    assert (config.heads_per_block, config.queries_per_block) == (rows, 1)
+    assert blocks // 2 < tokens * config.num_splits * (h // rows or 1) <= blocks * (h // rows or 1)
+
+
 @pytest.mark.parametrize(
     "tokens, h, rows",
     [(8, 1, 16), (8, 16, 16), (16, 16, 32), (8, 20, 32), (16, 32, 64), (8, 128, 64), (800, 1, 64)],
@@ -75,8 +101,10 @@ def test_a_config_asks_for_rows_that_there_are():
         (shapes(dtype=jnp.float32), SPEC, "q_latent is float32"),
         (shapes(k_scale=jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)), SPEC, "k_scale is not supported"),
         (shapes(), CacheSpec(softmax_scale=-0.1), "it must be > 0"),
+        (shapes(draft_mask=jax.ShapeDtypeStruct((1, 8, 3), jnp.bool_)), SPEC, "draft_mask is not supported"),
+        (listed(0, h=64), SPEC, "no tokens, sequences, heads, slots or keys"),
     ],
-    ids=("latent", "page", "dtype", "k_scale", "scale"),
+    ids=("latent", "page", "dtype", "k_scale", "scale", "draft_mask", "no keys"),
 )
 def test_refuses(x, spec, reason):
     assert reason in supports(spec, x, HOPPER)

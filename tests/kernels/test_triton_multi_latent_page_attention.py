@@ -166,7 +166,7 @@ def test_lists_of_quantised_keys_with_sinks(h, interpreted):
 
 @pytest.mark.parametrize("config", CONFIGS[1::2], ids=str)
 def test_unlisted_keys_may_be_nan(config, interpreted):
-    x, with_nan = unnamed(lists(5, step()))
+    x, with_nan = unnamed(step(), lists(5, step()))
     jax.tree.map(np.testing.assert_array_equal, run(with_nan, config), run(x, config))
 
 

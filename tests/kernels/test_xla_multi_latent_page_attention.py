@@ -164,7 +164,7 @@ def test_positions_of_any_integer_type(dtype, large):
 
 
 def test_unlisted_keys_may_be_nan():
-    x, with_nan = unnamed(lists(5, step()))
+    x, with_nan = unnamed(step(), lists(5, step()))
     run = partial(multi_latent_page_attention, return_lse=True)
     jax.tree.map(np.testing.assert_array_equal, run(**with_nan), run(**x))
 

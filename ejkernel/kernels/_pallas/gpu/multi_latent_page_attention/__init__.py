@@ -16,7 +16,7 @@ from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionConfig
 from ejkernel.types.target import DEFAULT_CORE_COUNT
 
-from .._supports import refuses_given, refuses_scale, refuses_target
+from .._supports import refuses_scale, refuses_target
 
 # Features of a latent and of its rotary part. The weights take the place of the latter.
 LATENT, ROPE = 512, 64
@@ -29,7 +29,6 @@ ROWS = (16, 32, 64)
 # and of the parts from L2.
 START, MERGE, PAIR, ALONE = 5.0, 4.0, {16: 2.0, 32: 2.4, 64: 4.2}, 3.5
 TILE_BYTES, BANDWIDTH, PARTS_BANDWIDTH = BLOCK_K * (LATENT + ROPE) * 2, 4.1e6, 2.5e6
-ABSENT = ("k_scale", "draft_mask", "indices")
 
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
@@ -39,27 +38,33 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     q, pages = operands.q_latent, operands.pages
     if q.dtype.name not in ("bfloat16", "float16") or pages.dtype != q.dtype:
         return f"q_latent is {q.dtype} and pages {pages.dtype}; the kernel takes bfloat16 and float16, of both the same"
-    if wrong := refuses_given(operands, ABSENT):
-        return wrong
-    if 0 in (*q.shape, *pages.shape, *operands.block_tables.shape):
-        return "no tokens, sequences, heads or slots"
+    if operands.k_scale is not None:
+        return "k_scale is not supported by these kernels"
+    keys = operands.block_tables if operands.indices is None else operands.indices
+    if 0 in (*q.shape, *pages.shape, *operands.block_tables.shape, *keys.shape):
+        return "no tokens, sequences, heads, slots or keys"
     if (sizes := (q.shape[3], operands.q_rope.shape[3])) != (LATENT, ROPE):
         return (
             f"{sizes[0]} and {sizes[1]} features; the kernel takes {LATENT} of a latent and {ROPE} of its rotary part"
         )
-    if (page := pages.shape[2]) % SMALLEST_PAGE or (page % BLOCK_K and BLOCK_K % page):
-        return f"pages of {page} slots; the kernel takes 16, 32 and multiples of {BLOCK_K}"
     if spec.batch_invariant:
         return "batch_invariant is not supported by these kernels"
-    return refuses_scale(spec)
+    return (_refuses_pages(operands) if operands.indices is None else None) or refuses_scale(spec)
+
+
+def _refuses_pages(operands: Operands) -> str | None:
+    if (page := operands.pages.shape[2]) % SMALLEST_PAGE or (page % BLOCK_K and BLOCK_K % page):
+        return f"pages of {page} slots; the kernel takes 16, 32 and multiples of {BLOCK_K}"
+    return None if operands.draft_mask is None else "draft_mask is not supported by these kernels without indices"
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[MultiLatentPageAttentionConfig]:
     """Configs that may be best, the likeliest first."""
     heads, sequences = operands.q_latent.shape[2], operands.context_lens.shape[1]
-    wanted = heads * max(1, operands.q_latent.shape[1] // sequences)
-    rows = next((rows for rows in ROWS if rows >= wanted), ROWS[-1])
-    tokens = max(1, rows // heads)
+    has_lists = operands.indices is not None
+    together = 1 if has_lists else max(1, operands.q_latent.shape[1] // sequences)
+    rows = next((rows for rows in ROWS if rows >= heads * together), ROWS[-1])
+    tokens = 1 if has_lists else max(1, rows // heads)
     return [
         MultiLatentPageAttentionConfig(
             queries_per_block=tokens, heads_per_block=rows, keys_per_block=BLOCK_K, num_splits=splits, num_warps=12,
@@ -75,7 +80,9 @@ def _splits(spec: CacheSpec, operands: Operands, target: Target, tokens: int, ro
         return [spec.num_splits]
     (batch, step, heads, _), sequences = operands.q_latent.shape, operands.context_lens.shape[1]
     blocks = batch * min(step, max(sequences, step // tokens)) * math.ceil(heads / rows)
-    pairs = math.ceil(operands.block_tables.shape[2] * operands.pages.shape[2] / (2 * BLOCK_K))
+    slots = operands.block_tables.shape[2] * operands.pages.shape[2]
+    keys = slots if operands.indices is None else operands.indices.shape[2]
+    pairs = math.ceil(keys / (2 * BLOCK_K))
     cores = target.core_count or DEFAULT_CORE_COUNT
     cut = partial(modelled_microseconds, blocks, math.ceil(heads / rows), rows, batch * step * heads, cores)
     times = {

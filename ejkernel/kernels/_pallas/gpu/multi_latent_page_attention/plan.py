@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,10 +22,28 @@ STAGES = 2
 HALF = 256
 # The row maximum before any key: finite, so that masked logits of −∞ have weights of 0 under it.
 LOWEST = float(np.finfo(np.float32).min) / 2
-# Named barriers: the empty stages; the weights of even and of odd tiles; the sums at the end.
+# Named barriers: the empty stages; the weights of even and of odd tiles; the sums at the end; the barriers of lists.
 K_EMPTY = FIRST_BARRIER
 P_FULL = K_EMPTY + STAGES
 SUMS = P_FULL + 2
+READY = SUMS + 1
+
+
+class Keys(NamedTuple):
+    """Where the keys of a step lie, in device memory.
+
+    Attributes:
+        pages: [slots, r + d], of all pools.
+        tables: [sequences, columns] int32, the pages of a sequence; with lists, [tokens, columns], slots, −1 for none.
+        bits: [tokens, columns / 32] int32, which entries of a list are keys; None without lists.
+        work_tiles, total: the table [most_tiles, 6], and how many of its entries are work tiles, [1].
+    """
+
+    pages: Any
+    tables: Any
+    bits: Any
+    work_tiles: Any
+    total: Any
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,7 @@ class Plan:
     Attributes:
         H, R, D: heads, and features of a latent and of its rotary part.
         sequences, pages, page, pools, columns: of a batch; of a pool; slots of a page; pools; pages of a table's row.
+        lists: whether each token has a list of slots, a row of tables with pages of one slot.
         rows: heads of tokens of a thread block.
         tokens: most tokens of a work tile.
         splits: parts that the keys of a work tile are cut into.
@@ -51,6 +70,7 @@ class Plan:
     page: int
     pools: int
     columns: int
+    lists: bool
     rows: int
     tokens: int
     splits: int

@@ -25,8 +25,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._inline.registers import compare_columns
-from .._inline.rows import TILE_COLUMNS, store_rows, zero_rows
+from .._inline.rows import TILE_COLUMNS, store_rows
 from .._launch import (
     PER_ROW,
     ROWS,
@@ -44,7 +43,8 @@ from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E
 from ..flash_attention.tiles import COLUMNS, LIMITS, Statistics, logits, weights
 from ..ragged_page_attention.work import WorkTile
-from .plan import BLOCK_K, HALF, K_EMPTY, LOWEST, P_FULL, STAGES, SUMS, Plan
+from . import lists, pages
+from .plan import BLOCK_K, HALF, K_EMPTY, LOWEST, P_FULL, STAGES, SUMS, Keys, Plan
 
 
 class Shared(NamedTuple):
@@ -66,15 +66,15 @@ def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
 
 
 def consume(
-    shared: Shared, o, lse, work_tile: WorkTile, first: Array, pairs: Array, row: Array, part: Array, heads: Array,
-    plan: Plan, number: int,
+    shared: Shared, keys: Keys, o, lse, work_tile: WorkTile, first: Array, pairs: Array, row: Array, part: Array,
+    heads: Array, plan: Plan, number: int,
 ) -> None:  # fmt: skip
     """Consumer warpgroup `number`: the logits of every second tile of keys, and half of the columns of o."""
     plgpu.set_max_registers(REGISTERS[2][0], action="increase")
     for stage in range(STAGES):
         arrive(K_EMPTY + stage, plan.warpgroups_of_stage)
     plgpu.barrier_wait(shared.q_full)
-    step = partial((_even_first, _odd_second)[number], shared, work_tile, first, plan)
+    step = partial((_even_first, _odd_second)[number], shared, keys, work_tile, first, plan)
     start = Statistics(full((ROWS,), LOWEST, PER_ROW), full((ROWS, COLUMNS), 0.0, WGMMA))
     acc, last = lax.fori_loop(0, pairs, step, (full((ROWS, HALF), 0.0, WGMMA), start))
     total = last.total.sum(axis=1)
@@ -97,10 +97,12 @@ def consume(
     )
 
 
-def _even_first(shared: Shared, work_tile: WorkTile, first: Array, plan: Plan, pair: Array, carry: tuple) -> tuple:
+def _even_first(
+    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, plan: Plan, pair: Array, carry: tuple
+) -> tuple:
     """Warpgroup 0: the softmax of the even tile of a pair, then p·v of both."""
     acc, previous = carry
-    s = _logits(shared, 0, work_tile, first + 2 * pair, plan)
+    s = _logits(shared, 0, keys, work_tile, first, pair, plan)
     p, updated, alpha = weights(s, previous, None, plan.exponent, 0, LIMITS)
     _publish(shared, 0, p, updated.maximum)
     arrive(P_FULL, 2)
@@ -113,10 +115,12 @@ def _even_first(shared: Shared, work_tile: WorkTile, first: Array, plan: Plan, p
     return acc, updated
 
 
-def _odd_second(shared: Shared, work_tile: WorkTile, first: Array, plan: Plan, pair: Array, carry: tuple) -> tuple:
+def _odd_second(
+    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, plan: Plan, pair: Array, carry: tuple
+) -> tuple:
     """Warpgroup 1: p·v of the even tile of a pair under the softmax of the odd one, then p·v of that."""
     acc, previous = carry
-    s = _logits(shared, 1, work_tile, first + 2 * pair + 1, plan)
+    s = _logits(shared, 1, keys, work_tile, first, pair, plan)
     sync(P_FULL, 2)
     acc, previous = _rescaled(shared, 0, acc, previous)
 
@@ -136,15 +140,16 @@ def _odd_second(shared: Shared, work_tile: WorkTile, first: Array, plan: Plan, p
     return acc, Statistics(*updated)
 
 
-def _logits(shared: Shared, stage: int, work_tile: WorkTile, tile: Array, plan: Plan) -> Array:
-    """The logits of a tile, without the factor `plan.exponent`, −∞ where they are masked.
+def _logits(
+    shared: Shared, stage: int, keys: Keys, work_tile: WorkTile, first: Array, pair: Array, plan: Plan
+) -> Array:
+    """The logits of a tile of a pair, without the factor `plan.exponent`, −∞ where they are masked.
 
     The addresses of operands come from `opaque_copy`: kept in registers over the loop, they would be spilled.
     """
-    plgpu.barrier_wait(shared.k_full.at[stage])
-    begin, end = work_tile.first_key - tile * BLOCK_K, work_tile.stop - tile * BLOCK_K
-    has_invalid_slots = (begin > 0) | (end < BLOCK_K)
-    pl.when(has_invalid_slots)(lambda: zero_rows(shared.k_latent.at[stage], begin, end))
+    tile = first + 2 * pair + stage
+    source = lists if plan.lists else pages
+    is_masked = source.await_tile(shared, keys, work_tile, tile, pair, stage, plan)
 
     def product(s):
         (parts, _), again, zero = shared.q, opaque_copy(stage), opaque_copy(0)
@@ -158,16 +163,8 @@ def _logits(shared: Shared, stage: int, work_tile: WorkTile, tile: Array, plan: 
     s = pl.run_scoped(product, accumulator(ROWS, BLOCK_K))
     if plan.softcap is not None:
         s = logits(s, plan.problem)
-    masked = lambda s: jnp.where(_visible(work_tile, tile, plan), s, -jnp.inf)
-    return lax.cond(has_invalid_slots | plan.cuts(work_tile, tile), masked, lambda s: s, s)
-
-
-def _visible(work_tile: WorkTile, tile: Array, plan: Plan) -> Array:
-    """Which keys of a tile the rows see."""
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
-    first, stop = plan.visible(work_tile, tile, row)
-    ok = compare_columns("slt", stop, (ROWS, BLOCK_K))
-    return ok if plan.left is None else ok & compare_columns("sge", first, (ROWS, BLOCK_K))
+    masked = partial(source.hide_columns, keys=keys, work_tile=work_tile, tile=tile, plan=plan)
+    return lax.cond(is_masked, masked, lambda s: s, s)
 
 
 def _publish(shared: Shared, stage: int, p: Array, maximum: Array) -> None:

@@ -32,7 +32,7 @@ from .._inline.columns import (
     store_registers_to_smem,
     store_transposed,
 )
-from .._inline.rows import TILE_COLUMNS, zero_rows
+from .._inline.rows import TILE_COLUMNS
 from .._launch import (
     PER_COLUMN,
     WGMMA,
@@ -40,7 +40,6 @@ from .._launch import (
     arrive,
     broadcast_columns,
     full,
-    indices,
     load_vector,
     opaque_copy,
     sync,
@@ -53,7 +52,8 @@ from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E
 from ..flash_attention.tiles import logits
 from ..ragged_page_attention.work import WorkTile
-from .plan import BLOCK_K, HALF, K_EMPTY, LOWEST, SUMS, Plan
+from . import lists, pages
+from .plan import BLOCK_K, HALF, K_EMPTY, LOWEST, SUMS, Keys, Plan
 
 
 class Shared(NamedTuple):
@@ -89,8 +89,8 @@ def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
 
 
 def consume(
-    shared: Shared, o, lse, work_tile: WorkTile, first: Array, pairs: Array, row: Array, part: Array, heads: Array,
-    plan: Plan, number: int,
+    shared: Shared, keys: Keys, o, lse, work_tile: WorkTile, first: Array, pairs: Array, row: Array, part: Array,
+    heads: Array, plan: Plan, number: int,
 ) -> None:  # fmt: skip
     """Consumer warpgroup `number`: every second tile of keys, and at the end half of the features of o."""
     plgpu.set_max_registers(REGISTERS[2][0], action="increase")
@@ -102,7 +102,7 @@ def consume(
         full((plan.rows,), LOWEST, PER_COLUMN),
         zeros((BLOCK_K, plan.rows)),
     )
-    last = lax.fori_loop(0, pairs, partial(_step, shared, work_tile, first, plan, number), start)
+    last = lax.fori_loop(0, pairs, partial(_step, shared, keys, work_tile, first, plan, number), start)
     total = reduce_columns("add", last.total, shared.exchanged.at[number])
     store_registers_to_smem(shared.k_latent.at[number], last.halves[1 - number])  # nothing more comes to this stage
     shared.maxima[number], shared.sums[number] = last.maximum, total
@@ -121,10 +121,11 @@ def consume(
 
 
 def _step(
-    shared: Shared, work_tile: WorkTile, first: Array, plan: Plan, number: int, pair: Array, previous: Carry
-) -> Carry:
+    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, plan: Plan, number: int, pair: Array,
+    previous: Carry,
+) -> Carry:  # fmt: skip
     """The carry after this warpgroup's tile of a pair of tiles of keys."""
-    s = _logits(shared, work_tile, first + 2 * pair + number, plan, number)
+    s = _logits(shared, keys, work_tile, first, plan, number, pair)
     greatest = reduce_columns("max", s, shared.exchanged.at[number]) * plan.exponent
     maximum = jnp.maximum(previous.maximum, greatest)
     alpha = jnp.exp2(previous.maximum - maximum)
@@ -150,15 +151,16 @@ def _step(
     return Carry(tuple(halves), maximum, total)
 
 
-def _logits(shared: Shared, work_tile: WorkTile, tile: Array, plan: Plan, number: int) -> Array:
-    """The logits of a tile, [keys, rows], without the factor `plan.exponent`, −∞ where they are masked.
+def _logits(
+    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, plan: Plan, number: int, pair: Array
+) -> Array:
+    """The logits of this warpgroup's tile of a pair, [keys, rows], without `plan.exponent`, −∞ where they are masked.
 
     The addresses of operands come from `opaque_copy`: kept in registers over the loop, they would be spilled.
     """
-    plgpu.barrier_wait(shared.k_full.at[number])
-    begin, end = work_tile.first_key - tile * BLOCK_K, work_tile.stop - tile * BLOCK_K
-    has_invalid_slots = (begin > 0) | (end < BLOCK_K)
-    pl.when(has_invalid_slots)(lambda: zero_rows(shared.k_latent.at[number], begin, end))
+    tile = first + 2 * pair + number
+    source = lists if plan.lists else pages
+    is_masked = source.await_tile(shared, keys, work_tile, tile, pair, number, plan)
 
     def product(s):
         again, zero = opaque_copy(number), opaque_copy(0)
@@ -171,17 +173,8 @@ def _logits(shared: Shared, work_tile: WorkTile, tile: Array, plan: Plan, number
     s = pl.run_scoped(product, accumulator(BLOCK_K, plan.rows))
     if plan.softcap is not None:
         s = logits(s, plan.problem)
-    masked = lambda s: jnp.where(_visible(work_tile, tile, plan), s, -jnp.inf)
-    return lax.cond(has_invalid_slots | plan.cuts(work_tile, tile), masked, lambda s: s, s)
-
-
-def _visible(work_tile: WorkTile, tile: Array, plan: Plan) -> Array:
-    """Which keys of a tile the rows see."""
-    row = plgpu.broadcasted_iota(jnp.int32, (plan.rows,), 0, layout=PER_COLUMN)
-    first, stop = plan.visible(work_tile, tile, row)
-    key = indices(jnp.int32(0), 0, (BLOCK_K, plan.rows))
-    ok = key < broadcast_columns(stop, key)
-    return ok if plan.left is None else ok & (key >= broadcast_columns(first, key))
+    masked = partial(source.hide_rows, keys=keys, work_tile=work_tile, tile=tile, plan=plan)
+    return lax.cond(is_masked, masked, lambda s: s, s)
 
 
 def _times(tile: Array, factors: Array) -> Array:
