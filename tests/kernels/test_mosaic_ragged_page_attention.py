@@ -12,11 +12,13 @@ from ejkernel import lax, modules
 from ejkernel.kernels._pallas.gpu.ragged_page_attention import BLOCKS, supports
 from ejkernel.kernels._pallas.gpu.ragged_page_attention.work import WorkTile, most_tiles, work_tiles
 from ejkernel.kernels._target import lowering_for
+from ejkernel.kernels._triton import _launch
 from ejkernel.modules._operation import OPERATIONS
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention import Operands
 from ejkernel.types import Target
 
+from . import interpreter
 from .paged import close, ragged_defined, wide
 
 HOPPER = Target("cuda", "NVIDIA H200")
@@ -76,10 +78,10 @@ def a_call(tokens=640, **sizes):
 
 
 def test_a_step_is_a_prefill_and_a_decode():
-    """Mosaic's launch, and those of Triton for the rest: a decode, whose splits are merged."""
+    """Mosaic's launch, and those of Triton for the rest: its work tiles, and a decode, whose splits are merged."""
     x = a_call()
     found = custom_calls(lambda x: lax.ragged_page_attention(**x), x)
-    assert found["mosaic_gpu_v2"] == 1 and found["triton_kernel_call"] in (1, 2)
+    assert found["mosaic_gpu_v2"] == 1 and found["triton_kernel_call"] in (2, 3)
     new = jax.ShapeDtypeStruct((640, 2, 128), jnp.bfloat16)
     assert custom_calls(lambda x: lax.ragged_page_attention_v3(**x), x | dict(k=new, v=new)) == found
 
@@ -132,8 +134,9 @@ def test_calls_left_to_other_implementations_give_a_reason(reason, spec, x):
 LENGTHS, CONTEXTS = (1, 150, 0, 20, 300, 40), (90, 400, 7, 20, 700, 33)
 
 
-def test_tiles_hold_every_token_once():
+def test_tiles_hold_every_token_once(monkeypatch):
     """Those of sequences with enough tokens, and those of no sequence; the longest come first."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
     starts = np.cumsum([3, *LENGTHS])
     tokens, block_q, least, left = int(starts[-1]) + 9, 128, 17, 100
     steps = [(CONTEXTS, starts, len(LENGTHS) - 1), (CONTEXTS[::-1], np.minimum(starts, 200), len(LENGTHS))]
@@ -187,10 +190,11 @@ def a_step(page, d, h=4, g=2, window=None):
 
 @pytest.mark.parametrize("page", (16, 64, 256))
 @pytest.mark.parametrize("window", (None, 130))
-def test_blocks_and_pages_are_those_of_a_step(page, window):
+def test_blocks_and_pages_are_those_of_a_step(page, window, monkeypatch):
     """The kernel as a loop: blocks from the plan, masks in those that are not full, zeros instead of hidden values."""
     from ejkernel.kernels._pallas.gpu.ragged_page_attention.forward import plan_of
 
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
     x, least = a_step(page, 64, window=window), 17
     call = OPERATIONS["ragged_page_attention"].prepare_arguments(**x, window=window)
     operands, spec = Operands(**{n: a for n, a in call.named.items() if a is not None}), call.spec

@@ -10,10 +10,14 @@ end at about the same time, and those at work together read the keys of the same
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ejkernel.kernels._visibility import interval
+from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._paged import power_of_two
+from ejkernel.kernels._triton._paged.work_tiles import MOST_AT_ONCE, TILES_AT_ONCE, TileSchedule, work_tiles_kernel
+from ejkernel.types import KernelConfig
 
 
 class WorkTile(NamedTuple):
@@ -44,45 +48,19 @@ def work_tiles(
     context_lens: Array, query_start_loc: Array, num_seqs: Array, tokens: int, block_q: int, least: int,
     left: int | None, keys: int,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The table [most_tiles, 6], and how many of its entries are work tiles, [1].
+    """The table [most_tiles, 6], and how many of its entries are work tiles, [1]; those behind them hold anything.
 
     Of context_lens [b,n], query_start_loc [b,n + 1] and num_seqs [b,1]. Sequences of less than `least` tokens have no
     tiles. A token sees `left` keys before its own, and a sequence has `keys` slots.
     """
     batches, sequences = context_lens.shape
-    batch, number = (jnp.arange(n, dtype=jnp.int32) for n in (batches, sequences + 2))
-    bounds, count = jnp.clip(query_start_loc, 0, tokens), jnp.clip(num_seqs, 0, sequences)
-    begin, end = bounds[:, :1], jnp.take_along_axis(bounds, count, 1)
-    # The last two sequences are the tokens before all others and after them.
-    length = jnp.diff(bounds)
-    length = jnp.where((number[:-2] < count) & (length >= least), length, 0)
-    length = jnp.concatenate([length, begin, tokens - end], 1)
-    start = jnp.concatenate([bounds[:, :-1], jnp.zeros_like(begin), end], 1)
-    context = jnp.pad(context_lens, ((0, 0), (0, 2)))
-    position = context - length
-    first, stop = interval(position, left, None, 0, jnp.clip(context, 0, keys))
-    found = WorkTile(
-        token=start + batch[:, None] * tokens,
-        tokens=length,
-        position=position,
-        sequence=jnp.minimum(number, sequences - 1) + batch[:, None] * sequences,
-        first_key=first,
-        stop=stop,
-    )
-    # All pairs of sequences at once, where a sort and a cumulative sum would be launches of their own.
-    tiles, context = (-(-length // block_q)).reshape(-1), context.reshape(-1)
-    index = jnp.arange(len(tiles), dtype=jnp.int32)
-    longer = context > context[:, None]
-    earlier = longer | (context == context[:, None]) & (index < index[:, None])
-    before = jnp.sum(jnp.where(earlier, tiles, 0), 1)
-    place = jnp.arange(most_tiles(batches, sequences, tokens, block_q), dtype=jnp.int32)[:, None]
-    owns = (before <= place) & (place < before + tiles)
-    of_place = lambda x: jnp.sum(jnp.where(owns, x.reshape(-1), 0), 1)
-    found = WorkTile(*map(of_place, found))
-    offset = (of_place(before + tiles - 1) - place[:, 0]) * block_q
-    found = found._replace(
-        token=found.token + offset,
-        tokens=jnp.minimum(found.tokens - offset, block_q),
-        position=found.position + offset,
-    )
-    return jnp.stack(found, 1), jnp.minimum(jnp.sum(tiles), len(place)).reshape(1)
+    most, every = most_tiles(batches, sequences, tokens, block_q), batches * (sequences + 2)
+    of = jax.ShapeDtypeStruct
+    return _launch.launch(
+        work_tiles_kernel, context_lens, query_start_loc, num_seqs,
+        out_type=(of((most, len(WorkTile._fields)), jnp.int32), of((1,), jnp.int32)),
+        grid=every + 1,
+        config=KernelConfig(num_warps=4, num_stages=1),
+        schedule=TileSchedule(batches, sequences, tokens, block_q, least, left, keys, most),
+        SEQUENCES=min(MOST_AT_ONCE, power_of_two(every)), TILES=TILES_AT_ONCE,
+    )  # fmt: skip
