@@ -1,6 +1,7 @@
 """multi_latent_page_attention on Hopper GPUs: the absorbed form over pages, by a Pallas kernel of Mosaic GPU.
 
-Parts of the keys are merged by a kernel of Triton. Pallas is imported only when the kernel is first needed.
+The table of work tiles is made, and parts of the keys are merged, by kernels of Triton. Pallas is imported only when
+the kernel is first needed.
 """
 
 import math
