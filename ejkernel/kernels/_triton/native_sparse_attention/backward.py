@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._native_sparse import Lists, lists_of, tokens_in_slots, unions_of
+from ejkernel.kernels._native_sparse import Lists, lists_of, tokens_in_slots
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
@@ -23,6 +23,7 @@ from . import tiles
 from .configs import power_of_two, queries_of
 from .forward import attended
 from .problem import Items, Problem, items_of, problem_of
+from .unions import unions_of
 
 
 def native_sparse_attention_bwd(

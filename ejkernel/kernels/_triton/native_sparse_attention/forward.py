@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from jax.typing import DTypeLike
 
-from ejkernel.kernels._native_sparse import lists_of, unions_of
+from ejkernel.kernels._native_sparse import lists_of
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
@@ -18,6 +18,7 @@ from ejkernel.types import KernelConfig
 from . import tiles
 from .configs import queries_of
 from .problem import problem_of
+from .unions import unions_of
 
 
 def native_sparse_attention(
