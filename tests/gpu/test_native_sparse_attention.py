@@ -40,15 +40,17 @@ def derived(f, x, tangents, do):
     return o, pull(do), jax.jvp(f, x, tangents)[1]
 
 
-def check(size=64, config=None, **how):
+def check(size=64, config=None, forward="triton", **how):
+    """The derivatives are Triton's, whatever the forward is in."""
     x, lists, cuts, tangents, do = call(size=size, **how)
+    platform = "triton" if forward == "triton" else None
     spec = NativeSparseAttentionSpec(size, x[0].shape[-1] ** -0.5)
     packed = None if cuts is None else cuts[None]
     ours = lambda *x: ejkernel.lax.native_sparse_attention(
-        *x, block_indices=lists, cu_seqlens=cuts, block_size=size, config=config
+        *x, block_indices=lists, cu_seqlens=cuts, block_size=size, config=config, platform=platform
     )
-    given = dict(q=x[0], k=x[1], v=x[2], block_indices=lists, block_size=size)
-    assert "triton/gpu with" in str(ejkernel.explain("native_sparse_attention", **given))
+    given = dict(q=x[0], k=x[1], v=x[2], block_indices=lists, block_size=size, platform=platform)
+    assert f"{forward}/gpu with" in str(ejkernel.explain("native_sparse_attention", **given))
     found = jax.jit(partial(derived, ours))(x, tuple(tangents), do)
     formula = lambda lists, packed, *x: reference(*Operands(*x, lists, packed), spec=spec).o
     rounded = jax.jit(partial(derived, partial(formula, lists, packed)))(x, tuple(tangents), do)
