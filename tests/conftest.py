@@ -36,6 +36,10 @@ from typechecker import check_all_calls
 
 check_all_calls()
 
+# After the usual 700 objects the garbage collector takes an eighth of the time in which the tests are collected: traces
+# and test items are many objects, of which few are in cycles.
+gc.set_threshold(50_000, 20, 20)
+
 
 @pytest.fixture(autouse=True)
 def own_environment(tmp_path, monkeypatch):
