@@ -6,6 +6,8 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import xla_flags
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "JAX_TRACEBACK_FILTERING", "off"
@@ -16,13 +18,11 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # otherwise it l
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["XLA_FLAGS"] = " ".join(
     (
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",  # LLVM's, not HLO's: small programs compile in half the time
-        "--xla_llvm_disable_expensive_passes=true",
+        xla_flags.DEVICES,
+        *xla_flags.COMPILES_FAST,
         # The emitters before those of MLIR, which make a context and rewrite in several passes for every fusion: small
         # programs compile in 40% of the time. jax 0.12 has them no more, and runs the core with those of MLIR.
         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-        "--xla_cpu_parallel_codegen_split_count=1",  # LLVM in one piece: another fifth less
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # devices wait for each other on a busy machine
         os.environ.get("XLA_FLAGS", ""),  # the last setting wins
     )

@@ -18,6 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
+import xla_flags
+
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN_WITH = {"jax": "0.11.2", "triton": "3.6.0", "jax-triton": "0.4.1"}
 _BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\s*^```text\n(?P<shown>.*?)^```$)?", re.M | re.S)
@@ -91,7 +93,7 @@ def environment(cache: str) -> dict[str, str]:
         "EJKERNEL_CACHE_DIR": cache,
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": " ".join((xla_flags.DEVICES, *xla_flags.COMPILES_FAST)),
     }
 
 
