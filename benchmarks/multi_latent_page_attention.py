@@ -71,14 +71,18 @@ def _slots(shape: LatentPagesShape, arrays: dict[str, Array]) -> Array:
 
 
 def _sparse_flash_mla(shape: LatentPagesShape, arrays: dict[str, Array]) -> Prepared:
-    """Its sparse prefill, with the pool as one sequence. Each call has the queries of the first, as in `_flash_mla`."""
+    """Its sparse prefill, with the pool as one sequence, and heads padded to the 64 that it takes at once.
+
+    Each call has the queries of the first, as in `_flash_mla`.
+    """
     torch = torch_on_gpu()
     attend = _vllm.library("_flashmla_C").sparse_prefill_fwd
     pool = arrays["pages"].reshape(-1, 1, arrays["pages"].shape[2])
     q = jnp.concatenate([arrays["q_latent"], arrays["q_rope"]], axis=-1)
+    q = jnp.pad(q, ((0, 0), (0, -shape.heads % 64), (0, 0)))
     q, pool, slots = map(torch.from_dlpack, (q, pool, _slots(shape, arrays)[:, None]))
-    scale = (shape.latent + shape.rope) ** -0.5
-    return _vllm.graph(lambda _: attend(q, pool, slots, scale, shape.latent, None, None, None)[0], q, _CHAIN)
+    options = (shape.latent + shape.rope) ** -0.5, shape.latent, None, None, None
+    return _vllm.graph(lambda _: attend(q, pool, slots, *options)[0][:, : shape.heads], q, _CHAIN)
 
 
 def _flash_mla(shape: LatentPagesShape, arrays: dict[str, Array]) -> Prepared:

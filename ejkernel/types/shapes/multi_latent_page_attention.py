@@ -110,6 +110,7 @@ _CALLS = (
     LatentPagesShape("b64-4k-h128-q2", 64, 4096, 128, tokens=2),
     LatentPagesShape("top2k-1k-of-32k-h128", 1, 32768, 128, tokens=1024, top_k=2048),
     LatentPagesShape("top2k-4k-of-32k-h128", 1, 32768, 128, tokens=4096, top_k=2048),
+    LatentPagesShape("top2k-4k-of-32k-h16", 1, 32768, 16, tokens=4096, top_k=2048),
     LatentPagesShape("top2k-8k-of-8k-h128", 1, 8192, 128, tokens=8192, top_k=2048),
     LatentPagesShape("top2k-b128-32k-h128", 128, 32768, 128, top_k=2048),
     LatentPagesShape("top2k-b8-32k-h128", 8, 32768, 128, top_k=2048),
