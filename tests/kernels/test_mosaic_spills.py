@@ -16,7 +16,8 @@ OFTEN = {
     "flash_mla": (),
     "blocksparse_attention": ("16k-25%",),
     "grouped_matmul": ("mixtral-8x7b-up",),
-    "multi_latent_page_attention": ("b128-4k-h128",),
+    "multi_latent_page_attention": ("b128-4k-h128", "top2k-4k-of-32k-h128"),
+    "native_sparse_attention": ("16k",),
     "ragged_page_attention": ("b8-4k-512",),
 }
 
