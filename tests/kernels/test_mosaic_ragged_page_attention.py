@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("triton")
+
 import ejkernel
 from ejkernel import lax, modules
 from ejkernel.kernels._pallas.gpu.ragged_page_attention import BLOCKS, supports
