@@ -5,6 +5,7 @@ their numbers, as many at a time as a device has multiprocessors, and do step af
 """
 
 from collections import defaultdict, deque
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -39,6 +40,10 @@ CALLS = {
     "causal, more queries": (shaped(2000, 600), CAUSAL),
     "causal, wide": (shaped(1000, 1000, D=256), CAUSAL),
     "window": (shaped(2000, 2000), FlashAttentionSpec(causal=True, window=(300, None), deterministic=True)),
+    "window, more keys": (
+        shaped(600, 2000),
+        FlashAttentionSpec(causal=True, window=(300, None), deterministic=True),
+    ),
     "window of both sides": (shaped(2000, 2000), FlashAttentionSpec(window=(300, 200), deterministic=True)),
     "window of the past": (shaped(2000, 2000), FlashAttentionSpec(window=(None, 64), deterministic=True)),
     "window of what follows": (shaped(2000, 2000), FlashAttentionSpec(window=(64, None), deterministic=True)),
@@ -76,16 +81,29 @@ def test_the_semaphores_do_not_deadlock(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_nor_do_those_of_splits(name):
-    """Tiles of keys, if they are few, are split over several thread blocks, all of which run at once."""
+    """Tiles of keys, if they are few, are split over several thread blocks; those in a circle all run at once."""
     x, spec = CALLS[name]
     plan = with_splits(Plan(problem_of(x, spec), 64, 2, deterministic=True, processors=1000))
     few = plan.tiles * plan.problem.G * plan.problem.B * 2 <= MOST_IN_GROUP
-    assert (plan.splits > 1) == few
-    assert plan.splits == 1 or plan.scheduler.blocks <= MOST_IN_GROUP
-    _simulate(x, spec, plan, MOST_IN_GROUP)
+    two_sided = None not in (plan.problem.low, plan.problem.high)
+    assert (plan.splits > 1) == (few if plan.circular else not two_sided)
+    if plan.circular and plan.splits > 1:
+        assert plan.scheduler.blocks <= MOST_IN_GROUP
+    _simulate(x, spec, plan, MOST_IN_GROUP if plan.circular else MULTIPROCESSORS)
 
 
-def _simulate(x, spec, plan, multiprocessors=MULTIPROCESSORS):
+@pytest.mark.parametrize("name", ["causal", "causal, grouped heads", "causal, more keys", "segments", "packed"])
+def test_splits_that_add_in_turn_run_side_by_side(name):
+    """Each of four splits of a tile has a quarter of the blocks of queries, and waits for one of the tile before."""
+    x, spec = CALLS[name]
+    plan = Plan(problem_of(x, spec), 64, 2, deterministic=True)
+    assert plan.in_tile_order
+    steps, one_after_the_other = plan.blocks * plan.problem.group, plan.tiles
+    assert _simulate(x, spec, replace(plan, splits=4), 1000) <= steps / 4 + one_after_the_other + 1
+
+
+def _simulate(x, spec, plan, multiprocessors=MULTIPROCESSORS) -> int:
+    """Checks that all steps are done, in rounds of at most one of each thread block that runs; their number."""
     mask_info = mask_info_of(visibility_of(x, spec).transposed(), plan.keys, plan.block_q)
     ranks = None if mask_info is None else table_of_ranks(mask_info, plan.blocks)
     additions = additions_of(plan, mask_info, ranks)
@@ -96,8 +114,9 @@ def _simulate(x, spec, plan, multiprocessors=MULTIPROCESSORS):
             due[dq].append(rank)
     assert all(sorted(found) == list(range(len(found))) for found in due.values())
 
-    counts, waiting, running = defaultdict(int), deque(map(deque, additions)), []
+    counts, waiting, running, rounds = defaultdict(int), deque(map(deque, additions)), [], 0
     while waiting or running:
+        rounds += 1
         while waiting and len(running) < multiprocessors:
             running.append(waiting.popleft())
         able = [block for block in running if not block or counts[block[0][0]] == block[0][1]]
@@ -106,6 +125,7 @@ def _simulate(x, spec, plan, multiprocessors=MULTIPROCESSORS):
             if block:
                 counts[block.popleft()[0]] += 1
         running = [block for block in running if block]
+    return rounds
 
 
 def additions_of(plan: Plan, mask_info, ranks) -> list[list[tuple]]:

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.kernels._pallas.gpu.flash_attention.plan import Plan
+from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
 from ejkernel.kernels._pallas.gpu.flash_attention.tile_scheduler import PersistentTileScheduler, SingleTileScheduler
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
 SCHEDULERS = [
     PersistentTileScheduler(tiles=8, heads=256, later_tiles_are_longer=True, processors=132),
@@ -20,9 +23,9 @@ SCHEDULERS = [
     PersistentTileScheduler(tiles=43, heads=64, later_tiles_are_longer=False, processors=132, long=True),
     PersistentTileScheduler(tiles=100, heads=21, later_tiles_are_longer=True, processors=132, long=True),
     PersistentTileScheduler(tiles=8, heads=40, later_tiles_are_longer=True, processors=132, long=True),
-    SingleTileScheduler(tiles=100, heads=10, together=4, rising=True, processors=132),
-    SingleTileScheduler(tiles=100, heads=10, together=1, rising=False, processors=132),
-    SingleTileScheduler(tiles=3, heads=5, together=1, rising=False, processors=132),
+    SingleTileScheduler(tiles=100, heads=10, together=4, later_tiles_are_longer=True, processors=132),
+    SingleTileScheduler(tiles=100, heads=10, together=1, later_tiles_are_longer=False, processors=132),
+    SingleTileScheduler(tiles=3, heads=5, together=1, later_tiles_are_longer=False, processors=132),
 ]
 
 
@@ -87,6 +90,16 @@ def test_few_heads_at_a_time():
     place, head, block = work(PersistentTileScheduler(tiles=8, heads=256, later_tiles_are_longer=True, processors=132))
     first = np.unique(block, return_index=True)[1]
     assert len(set(head[first].tolist())) == 33 and set(place[first].tolist()) == {4, 5, 6, 7}
-    _, head, _ = work(SingleTileScheduler(tiles=100, heads=10, together=2, rising=True, processors=132))
+    _, head, _ = work(SingleTileScheduler(tiles=100, heads=10, together=2, later_tiles_are_longer=True, processors=132))
     np.testing.assert_array_equal(head[:700] // 2, np.repeat([0, 1, 2, 3], [200, 200, 200, 100]))
     np.testing.assert_array_equal(head[700:], np.tile([7, 8, 9], 100))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_forward_of_wide_heads_begins_with_its_longest_tiles(causal):
+    """256 features leave no shared memory for a persistent kernel; the last queries see most keys."""
+    q, k, v = (jax.ShapeDtypeStruct((2, 4096, heads, 256), jnp.bfloat16) for heads in (16, 8, 8))
+    plan = Plan(problem_of(Operands(q, k, v), FlashAttentionSpec(causal=causal)), 128, 64, 2, processors=132)
+    assert isinstance(plan.scheduler, SingleTileScheduler) and plan.scheduler.processors == 132
+    place, *_ = work(plan.scheduler)
+    assert place[0] == (plan.q_tiles - 1 if causal else 0)

@@ -70,12 +70,18 @@ def flash_attention_bwd(
 
 
 def with_splits(plan: Plan) -> Plan:
-    """The plan with splits. Where dq is added up in order the splits of all tiles have to run at once."""
+    """The plan with splits.
+
+    Where tiles wait in a circle the splits of all have to run at once. Where they add in turn, tiles of a window would
+    wait for the splits before those of the tile before, one after the other.
+    """
     problem = plan.problem
     tiles, steps = plan.tiles * problem.G * problem.B, plan.blocks * problem.group
     splits = splits_of(tiles, steps, plan.processors, problem.cut and None in (problem.low, problem.high))
-    if plan.deterministic:
+    if plan.circular:
         splits = max(1, min(splits, MOST_IN_GROUP // tiles))
+    if plan.in_tile_order and None not in (problem.low, problem.high):
+        splits = 1
     return replace(plan, splits=splits)
 
 

@@ -23,6 +23,9 @@ P_FULL, P_EMPTY = DONE + 1, DONE + 2
 Q_EMPTY = P_EMPTY + 1
 # Queries that are computed at once where registers are scarce.
 FEW = 32
+# Tiles of a head that run at once where each adds to dq after the one before it, and twice as many where query heads
+# share keys: more would wait longer at their beginning, fewer would load the queries of more heads from device memory.
+TILES_AT_ONCE = 8
 
 
 class Shared(NamedTuple):
@@ -86,9 +89,16 @@ class Plan:
         return self.deterministic and not self.problem.cut
 
     @property
+    def in_tile_order(self) -> bool:
+        """Whether each tile adds to dq after the tile before it, from the last block of queries to the first."""
+        return self.deterministic and not self.circular
+
+    @property
     def signals_late(self) -> bool:
-        """Whether an addition to dq is counted one step later; the tile that waits for it is two steps behind."""
-        return self.keys >= 2 * self.block_q
+        """Whether an addition to dq is counted one step later: where the tile that waits for it is two steps behind, or
+        may be, and where a step has several additions, so that their end is longer waited for.
+        """
+        return self.keys >= 2 * self.block_q or (self.in_tile_order and self.wide)
 
     @property
     def group(self) -> int:
@@ -152,17 +162,21 @@ class Plan:
     def scheduler(self) -> SingleTileScheduler:
         """Schedules all tiles of a head at about the same time, so that their queries and dq stay in the L2 cache.
 
-        Under a causal mask the first keys have most to do. In a certain order the last are the first to add to dq, and
-        the first groups of all heads come before the second ones.
+        Under a causal mask the first keys have most to do. Tiles that add to dq in turn follow the one before by a step
+        or two, so that few tiles of a head run at once, of several heads. Of those that wait in a circle all of a group
+        do, and the first groups of all heads come before the second ones.
         """
-        heads, tiles = self.problem.G * self.problem.B * self.splits, self.tiles
+        heads, tiles, together = self.problem.G * self.problem.B * self.splits, self.tiles, 1
         if self.circular:
             heads, tiles = heads * -(-tiles // self.group), self.group
+        elif self.in_tile_order:
+            at_once = TILES_AT_ONCE * min(self.problem.group, 2)
+            together = -(-heads // max(1, round(heads * at_once / self.processors))) if self.splits == 1 else heads
         return SingleTileScheduler(
             tiles,
             heads,
-            together=1,
-            rising=self.deterministic and not self.circular,
+            together,
+            later_tiles_are_longer=False,
             processors=self.processors,
             evens_out=not self.deterministic,
         )

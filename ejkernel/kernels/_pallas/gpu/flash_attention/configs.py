@@ -221,14 +221,11 @@ def _columns(D: int, V: int) -> int:
 
 
 def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> int:
-    """The largest block of queries that pays; in the backward the largest that registers hold, with masks and softcap.
-
-    If dq is summed in order it is 64, so that a tile of keys adds to dq two steps after the tile of the next keys.
-    """
+    """The largest block of queries that pays; in the backward the largest that registers hold beside masks, softcap."""
     segmented = operands.q_segment_ids is not None
     if operation == "flash_attention_bwd":
         few = segmented or has_pairs(operands) or spec.softcap is not None
-        return 64 if few or spec.deterministic or spec.batch_invariant else 128
+        return 64 if few else 128
     if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
         return 128
     if operands.bias is not None and operands.mask is not None:

@@ -46,13 +46,23 @@ class KeyTile(NamedTuple):
         steps = self._steps_of_tile()
         if self.plan.splits == 1:
             return steps
-        return lax.div(steps * (self.split + 1), np.int32(self.plan.splits)) - self.step_of_tile(0)
+        return self._first_step(steps, self.split + 1) - self.step_of_tile(0)
 
     def step_of_tile(self, step: Array | int) -> Array:
         """The number of a step of this thread block among those of its tile."""
         if self.plan.splits == 1:
             return step
-        return lax.div(self._steps_of_tile() * self.split, np.int32(self.plan.splits)) + step
+        return self._first_step(self._steps_of_tile(), self.split) + step
+
+    def _first_step(self, steps: Array, split: Array) -> Array:
+        """The first of a tile's steps that a split has. Splits have as many steps each; or, of tiles that add to dq in
+        turn, the same blocks of queries, so that each follows the split of the tile before as the tiles do.
+        """
+        plan, group = self.plan, self.plan.problem.group
+        if not plan.in_tile_order:
+            return lax.div(steps * split, np.int32(plan.splits))
+        before_tile = (plan.blocks - self.block_range().end) * group
+        return jnp.clip(lax.div(plan.blocks * group * split, np.int32(plan.splits)) - before_tile, 0, steps)
 
     def _steps_of_tile(self) -> Array:
         plan, block_range = self.plan, self.block_range()
@@ -61,6 +71,9 @@ class KeyTile(NamedTuple):
 
     def place(self, step: Array) -> tuple[Array, Array]:
         """The block of queries and the head of a step: one head of the group after the other.
+
+        Tiles that add to dq in turn begin with the last block, of all heads, so that a tile with fewer blocks does not
+        come to those of the next head before the tile that it follows.
 
         A list is that of a head of k and v, and has the blocks of all heads of its group, numbered head by head.
         """
@@ -71,6 +84,9 @@ class KeyTile(NamedTuple):
             blocks = np.int32(plan.blocks)
             return lax.rem(block, blocks), self.kv_head * group + lax.div(block, blocks)
         block_range = self.block_range()
+        if plan.in_tile_order:
+            from_end, head = lax.div(step, np.int32(group)), lax.rem(step, np.int32(group))
+            return block_range.end - 1 - from_end, self.kv_head * group + head
         blocks = block_range.end - block_range.begin
         block, head = block_range.begin + lax.rem(step, blocks), self.kv_head * group + lax.div(step, blocks)
         if plan.circular:
@@ -84,10 +100,11 @@ class KeyTile(NamedTuple):
         if ranks is not None:
             return ranks[self.batch if ranks.shape[0] > 1 else 0, tile, block]
         if not plan.circular:
-            last, high = jnp.int32(plan.tiles - 1), plan.problem.high
-            if high is not None:
-                last = jnp.minimum(last, lax.div((block + 1) * plan.block_q - 1 + high, np.int32(plan.keys)))
-            return last - tile
+            low = plan.problem.low
+            if low is None:
+                return tile
+            first = lax.div(jnp.maximum(block * plan.block_q + low, 0), np.int32(plan.keys))
+            return tile - jnp.where(block > 0, first, 0)  # tiles that no query sees add to block 0
         before, number, tiles = self._in_group()
         last = lax.div((block + 1) * tiles - 1, np.int32(plan.blocks))
         return before + lax.rem(last - number + tiles, tiles)

@@ -119,7 +119,10 @@ class Plan:
             long = problem.most_keys >= LEAST_KEYS_OF_WAVES
             return PersistentTileScheduler(self.q_tiles, heads, later_tiles_are_longer, self.processors, long)
         together = max(1, L2_BYTES // (problem.K * self.bytes_of_a_key)) * problem.group
-        return SingleTileScheduler(self.q_tiles, heads, together, problem.high is not None, self.processors)
+        longer = problem.high is not None
+        return SingleTileScheduler(
+            self.q_tiles, heads, together, later_tiles_are_longer=longer, processors=self.processors
+        )
 
     def tile(self, work_tile: Array, longest_first: Any = None) -> tuple[Array, Array, Array]:
         """The first query, the head and the batch index of this thread block's n-th work tile."""

@@ -216,7 +216,7 @@ class SingleTileScheduler:
         tiles: of a head.
         heads: of all batches.
         together: heads at a time.
-        rising: later tiles are the longer ones, or are to come first anyway; otherwise earlier ones do.
+        later_tiles_are_longer: later tiles of a head see more keys; otherwise earlier ones come first.
         processors: streaming multiprocessors of the device.
         evens_out: at the end more heads at a time.
     """
@@ -224,7 +224,7 @@ class SingleTileScheduler:
     tiles: int
     heads: int
     together: int
-    rising: bool
+    later_tiles_are_longer: bool
     processors: int
     evens_out: bool = True
 
@@ -255,4 +255,4 @@ class SingleTileScheduler:
         first, heads = jnp.where(ending, before, first), jnp.where(ending, self.last, heads)
         number = block - first * self.tiles
         place, head = lax.div(number, heads), first + lax.rem(number, heads)
-        return self.tiles - 1 - place if self.rising else place, head
+        return self.tiles - 1 - place if self.later_tiles_are_longer else place, head

@@ -6,6 +6,7 @@ from functools import reduce
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -22,6 +23,9 @@ from .._inline.registers import (
 from .._launch import PER_COLUMN, PER_ROW, WGMMA, broadcast_rows, load_vector
 from .mask_info import MaskInfo
 from .problem import LOG2_E, Problem
+
+# The row maximum before any key where masked logits are −∞: finite, so that their weights under it are 0.
+LOWEST = float(np.finfo(np.float32).min) / 2
 
 
 class Statistics(NamedTuple):

@@ -20,8 +20,6 @@ BLOCK_K = 64
 STAGES = 2
 # Columns of o that one of the two consumer warpgroups accumulates.
 HALF = 256
-# The row maximum before any key: finite, so that masked logits of −∞ have weights of 0 under it.
-LOWEST = float(np.finfo(np.float32).min) / 2
 # Named barriers: the empty stages; the weights of even and of odd tiles; the sums at the end; the barriers of lists.
 K_EMPTY = FIRST_BARRIER
 P_FULL = K_EMPTY + STAGES

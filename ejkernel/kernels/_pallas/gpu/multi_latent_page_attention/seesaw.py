@@ -41,10 +41,10 @@ from .._launch import (
 )  # fmt: skip
 from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E
-from ..flash_attention.tiles import COLUMNS, LIMITS, Statistics, logits, weights
+from ..flash_attention.tiles import COLUMNS, LIMITS, LOWEST, Statistics, logits, weights
 from ..ragged_page_attention.work import WorkTile
 from . import lists, pages
-from .plan import BLOCK_K, HALF, K_EMPTY, LOWEST, P_FULL, STAGES, SUMS, Keys, Plan
+from .plan import BLOCK_K, HALF, K_EMPTY, P_FULL, STAGES, SUMS, Keys, Plan
 
 
 class Shared(NamedTuple):

@@ -50,10 +50,10 @@ from .._launch import (
 )
 from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E
-from ..flash_attention.tiles import logits
+from ..flash_attention.tiles import LOWEST, logits
 from ..ragged_page_attention.work import WorkTile
 from . import lists, pages
-from .plan import BLOCK_K, HALF, K_EMPTY, LOWEST, SUMS, Keys, Plan
+from .plan import BLOCK_K, HALF, K_EMPTY, SUMS, Keys, Plan
 
 
 class Shared(NamedTuple):

@@ -16,6 +16,7 @@ from . import configs
 GROUPS = (16, 32, 64)
 # Features of keys and of values.
 FEATURES, VALUE_FEATURES = (64, 128, 192), (64, 128)
+# A thread block has twelve queries of 16 heads: the few of a decoding step would leave most of its rows empty.
 LEAST_QUERIES = 64
 
 

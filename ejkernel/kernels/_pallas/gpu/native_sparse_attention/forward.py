@@ -44,8 +44,7 @@ from .._launch import (
 )
 from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E
-from ..flash_attention.tiles import COLUMNS, LIMITS, Statistics, weights
-from ..multi_latent_page_attention.plan import LOWEST
+from ..flash_attention.tiles import COLUMNS, LIMITS, LOWEST, Statistics, weights
 from .configs import BLOCK_K
 from .plan import EMPTY, Plan, plan_of
 
