@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from .._explain import explain
 from ..types import Platform, Target
 from ..types.shapes import shapes_of
+from ._arguments import positive
 
 _LONG = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}
 
@@ -34,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arrays = parser.add_argument_group("arrays")
     arrays.add_argument("--q", type=_sizes, metavar="B,S,H,D", help="queries; k and v follow from them")
     arrays.add_argument(
-        "--kv-heads", type=_positive, metavar="G", help="key/value heads, by default as many as query heads"
+        "--kv-heads", type=positive, metavar="G", help="key/value heads, by default as many as query heads"
     )
-    arrays.add_argument("--kv-length", type=_positive, metavar="K", help="number of keys, by default that of queries")
-    arrays.add_argument("--value-dim", type=_positive, metavar="V", help="features of v, by default those of q")
+    arrays.add_argument("--kv-length", type=positive, metavar="K", help="number of keys, by default that of queries")
+    arrays.add_argument("--value-dim", type=positive, metavar="V", help="features of v, by default those of q")
     arrays.add_argument("--dtype", type=_dtype, default="bf16", help="dtype of q, k and v, e.g. bf16, f16, f32")
     arrays.add_argument("--bias", type=_sizes, metavar="B,H,S,K", help="float32; any of the sizes may be 1")
-    arrays.add_argument("--sinks", type=_positive, metavar="N", help="sink logits of each head")
+    arrays.add_argument("--sinks", type=positive, metavar="N", help="sink logits of each head")
     arrays.add_argument("--segment-ids", action="store_true", help="with segment ids of queries and of keys")
     arrays.add_argument(
         "--array", type=_array, action="append", default=[], metavar="NAME=TYPE", help="any other array"
@@ -124,12 +125,6 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not all(size.strip().isdecimal() and int(size) for size in sizes):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive sizes such as 2,4096,32,128")
     return tuple(map(int, sizes))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
 
 
 def _dtype(text: str) -> Any:

@@ -1,19 +1,21 @@
 """Measures the configs of calls and keeps the fastest: of recorded calls, or of a layer of a model.
 
     EJKERNEL_OPS_RECORD=calls.json python train.py && ejkernel tune --recorded calls.json
-    ejkernel tune --model llama3-8b --sizes 4x4096,1x32768 --out llama3.json
+    ejkernel tune --model llama3-8b --sizes 4x4096,1x32768 --out llama3.json --processes 8
     ejkernel tune --merge a.json b.json --out all.json
 
 The configs are added to this machine's cache file, from which programs read them, or to a table (--out), which can be
 shipped, shared and merged. Each config is saved as soon as it is found.
+
+Nearly all of the time on a GPU is compilation: --processes compiles several calls at once. One is measured at a time,
+also beside other runs of this command on the device. A call that fails beside others is measured again alone.
 """
 
 import argparse
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,13 @@ from .. import lax
 from ..errors import short_type
 from ..modules._operation import OPERATIONS
 from ..modules._primitive_kernel import PrimitiveKernel
-from ..ops import Invocation, PersistentCache, Tuner, load_invocations, merge_tables, policy_override, recording
-from ..ops.config.persistent import entry_of
+from ..ops import Invocation, PersistentCache, load_invocations, merge_tables, policy_override, recording
 from ..ops.registry import Calls
 from ..ops.utils.operands import is_array
 from ..ops.utils.shared_file import SharedFile
 from ..types.shapes import Shape, measured_operations, shape_named, shapes_of
+from ._arguments import positive
+from ._measured import Result, how_many_processes, measured_calls
 from ._progress import progress
 from ._table import print_table
 
@@ -66,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--operations", metavar="NAME,…", help=f"by default all except tangents ({_TANGENT})")
     parser.add_argument("--out", type=Path, metavar="TABLE", help="a table, instead of this machine's cache file")
+    parser.add_argument(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="calls that are compiled at once, each in a process with its own values on the device; by default 1",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the calls without measuring them")
 
 
@@ -87,6 +97,8 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
+    if arguments.processes != 1:  # before this process has a GPU, of which JAX would take most of the memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     calls = _chosen(arguments.operations, _calls(arguments))
     if not calls:
         print("there is nothing to tune")
@@ -96,14 +108,18 @@ def _tune(arguments: argparse.Namespace) -> int:
         return 0
     table = SharedFile(arguments.out or PersistentCache().path_of())
     table.add({})  # raises now, rather than after the first measurement, if it cannot be written
-    show = progress("tune", len(calls), every=1)
-    rows = []
-    for done, inv in enumerate(calls, 1):
-        rows.append(_tuned(inv, table))
-        show(done, inv.kernel.name)
-    print_table(("operation", "ms", "heuristic", "gain", "config", "call"), [row.cells for row in rows])
+    processes = how_many_processes(arguments.processes, len(calls))
+    show, found = progress("tune", len(calls), every=1), {}
+    with closing(measured_calls(calls, processes, arguments.modules)) as results:
+        for index, result in results:
+            if result.entry:
+                table.add(result.entry)
+            found[index] = result
+            show(len(found), calls[index].kernel.name)
+    rows = [_row(inv, found[index]) for index, inv in enumerate(calls)]
+    print_table(("operation", "ms", "heuristic", "gain", "config", "call"), rows)
     print(f"kept in {table.path}")
-    return int(any(row.config is None for row in rows))
+    return int(any(not result.entry for result in found.values()))
 
 
 # --- Which calls
@@ -184,47 +200,17 @@ def _sizes(text: str) -> list[tuple[int, int]]:
     return [(int(batch), int(length)) for batch, length in sizes]
 
 
-# --- Measuring
-
-
-@dataclass(frozen=True)
-class _Row:
-    """The result for a call: its fastest config, and the milliseconds of it and of the heuristic one; or a reason."""
-
-    inv: Invocation
-    config: Any = None
-    milliseconds: float | None = None
-    heuristic: float | None = None
-    reason: str = ""
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        name, call = self.inv.kernel.name, _described(self.inv)
-        if self.config is None:
-            return name, "", "", "", f"not measured: {self.reason}", call
-        heuristic, gain = "failed", ""
-        if self.heuristic is not None:
-            heuristic, gain = f"{self.heuristic:.4f}", f"{self.heuristic / self.milliseconds:.2f} ×"
-        return name, f"{self.milliseconds:.4f}", heuristic, gain, repr(self.config), call
-
-
-def _tuned(inv: Invocation, table: SharedFile) -> _Row:
-    """Measures a call and keeps its fastest config."""
-    kernel, tuner = inv.kernel, Tuner()
-    if reason := tuner.refusal(inv):
-        return _Row(inv, reason=reason)
-    try:
-        heuristic = kernel.heuristic_cfg(inv)
-        times = tuner.times(kernel, inv, [heuristic, *kernel.config_space(inv)])
-        fastest = min(times, key=times.get)
-        entry = {inv.key: entry_of(fastest)}
-    except Exception as error:  # of a kernel: the other calls can still be tuned
-        return _Row(inv, reason=" ".join(str(error).split()))
-    table.add(entry)
-    return _Row(inv, fastest, times[fastest], times.get(heuristic))
-
-
 # --- Output
+
+
+def _row(inv: Invocation, result: Result) -> tuple[str, ...]:
+    name, call = inv.kernel.name, _described(inv)
+    if not result.entry:
+        return name, "", "", "", f"not measured: {result.reason}", call
+    heuristic, gain = "failed", ""
+    if result.heuristic is not None:
+        heuristic, gain = f"{result.heuristic:.4f}", f"{result.heuristic / result.milliseconds:.2f} ×"
+    return name, f"{result.milliseconds:.4f}", heuristic, gain, result.config, call
 
 
 def _planned(inv: Invocation) -> tuple[str, ...]:

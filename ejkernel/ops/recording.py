@@ -58,7 +58,7 @@ def save_invocations(path: str | os.PathLike) -> None:
         for operation, calls in get_invocations(device).items():
             for call_key, (kernel, args, kwargs) in calls.items():
                 try:
-                    packed = {"kernel": _pack_kernel(kernel), "args": pack_tree(args), "kwargs": pack_tree(kwargs)}
+                    packed = pack_call(kernel, args, kwargs)
                 except TypeError as error:
                     _left_out(path, operation, error)
                     continue
@@ -82,7 +82,7 @@ def load_invocations(path: str | os.PathLike, dev: str | None = None) -> dict[st
     for entry in read_entries(path, "calls").values():
         try:
             device, operation, call_key = (entry[name] for name in ("device", "operation", "call"))
-            call = (_unpack_kernel(entry["kernel"]), *map(unpack_tree, (entry["args"], entry["kwargs"])))
+            call = unpack_call(entry)
             if dev in (None, device):
                 found.setdefault(operation, {})[call_key] = call
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -94,7 +94,25 @@ def _left_out(path: str | os.PathLike, operation: Any, error: Exception) -> None
     warnings.warn(f"ejkernel: {os.fspath(path)}: a call of {operation} is left out: {error}", UserWarning, stacklevel=3)
 
 
-# --- Kernels
+# --- Calls and kernels
+
+
+def pack_call(kernel: Kernel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call as it stands in a file, without the values of its arrays.
+
+    Raises:
+        TypeError: it cannot be written as JSON.
+    """
+    return {"kernel": _pack_kernel(kernel), "args": pack_tree(args), "kwargs": pack_tree(kwargs)}
+
+
+def unpack_call(packed: Any) -> tuple[Kernel, tuple, dict[str, Any]]:
+    """The call that was packed.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: it is no packed call, or one of a class that is not imported.
+    """
+    return _unpack_kernel(packed["kernel"]), unpack_tree(packed["args"]), unpack_tree(packed["kwargs"])
 
 
 def _pack_kernel(kernel: Kernel) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,9 @@ class Failing(Shown):
 
 
 @pytest.fixture(autouse=True)
-def nothing_recorded(monkeypatch):
+def own_calls_and_lock(tmp_path, monkeypatch):
     monkeypatch.setattr("ejkernel.ops.registry._recorded", {})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture
@@ -138,7 +140,7 @@ def test_the_calls_of_a_model_are_those_that_its_gradient_makes(capsys, tmp_path
 @pytest.mark.parametrize("policy", ["autotune", "heuristics", "error"])
 def test_a_dry_run_shows_what_would_be_measured(capsys, monkeypatch, tmp_path, policy):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", policy)
-    monkeypatch.setattr(Tuner, "times", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(Tuner, "measure", lambda *_: pytest.fail("measured"))
     status, out = tuned(capsys, "--model", "gpt-oss-local", "--dry-run", "--out", tmp_path / "table.json")
     rows = [line.split()[:2] for line in out.splitlines()]
     assert status == 0 and rows[0] == ["operation", "configs"]

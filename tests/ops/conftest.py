@@ -11,7 +11,7 @@ import warnings
 import pytest
 
 from ejkernel.ops import Tuner
-from ejkernel.ops.core import budget, programs, tuner
+from ejkernel.ops.core import budget, programs, tuner, values
 
 from .budgeted import Clock, Steps
 
@@ -51,7 +51,8 @@ def clock(monkeypatch):
 @pytest.fixture
 def steps(monkeypatch, types_unchecked):
     found = Steps()
-    monkeypatch.setattr(tuner, "lowered", found.lowered)
+    for module in (tuner, values):
+        monkeypatch.setattr(module, "lowered", found.lowered)
     return found
 
 

@@ -13,15 +13,16 @@ class Progress:
     """Shows how many configs are done if measuring takes longer: updated on a terminal, a single line elsewhere.
 
     With `EJKERNEL_LOG_AUTOTUNE=1` it prints a line for each config instead, with its time or why it was rejected.
+    Without `shows` it does that alone.
     """
 
-    def __init__(self, operation: str, total: int) -> None:
+    def __init__(self, operation: str, total: int, shows: bool = True) -> None:
         self._operation, self._total, self._done = operation, total, 0
         self._log = os.environ.get("EJKERNEL_LOG_AUTOTUNE", "0") not in ("", "0")
         self._shown, self._over, self._lock = False, False, threading.Lock()
         self._first = threading.Timer(QUIET_SECONDS, self._show)
         self._first.daemon = True
-        if not self._log:
+        if shows and not self._log:
             self._first.start()
 
     def tell(self, config: Any, outcome: str) -> None:

@@ -12,11 +12,9 @@ values to measure with are made and the next candidate is lowered; from then on 
 
 import math
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any, Generic
 
@@ -27,15 +25,17 @@ from ejkernel.callib import known_ceilings
 from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.xla_utils.symbolic import is_symbolic
 
+from ..utils.device_lock import device_lock
 from ..utils.devices import device_target
-from ..utils.operands import abstract, is_array, may_stand_for, random_types_like
+from ..utils.operands import abstract, is_array, random_types_like
 from ..utils.timing import batches
 from .budget import BudgetSpent, Deadline
 from .checking import disagreement, same_bits
 from .kernel import Invocation, Kernel
-from .programs import compiled_programs, lowered, outside_any_trace, started_outside_any_trace
+from .programs import lowered, outside_any_trace
 from .progress import Progress
 from .types import Cfg, hashable
+from .values import programs_on_values
 
 # A candidate whose first batch is slower than the best by this factor is not timed further.
 _HOPELESS = 1.5
@@ -56,15 +56,20 @@ class Measured(Generic[Cfg]):
 
     Attributes:
         times: milliseconds of the configs that compute the right numbers, in the order in which they were measured.
-        tried: the number of configs that were timed or rejected.
+        rejected: why each of the other configs that were tried cannot be used.
         candidates: the number of configs.
         cut_short: whether the budget was spent before the last of them.
     """
 
     times: dict[Cfg, float]
-    tried: int
+    rejected: dict[Cfg, str]
     candidates: int
     cut_short: bool = False
+
+    @property
+    def tried(self) -> int:
+        """The number of configs that were timed or rejected."""
+        return len(self.times) + len(self.rejected)
 
     @property
     def fastest(self) -> Cfg:
@@ -80,10 +85,14 @@ class Tuner:
         warmup: the number of calls before the timed ones.
         iters: the number of timed batches, of which the fastest counts, as disturbances only add time; configs near the
             best are timed in as many more.
+        lock: the `lock_path` of the device, if other processes measure on it too: each times its programs alone.
+        shows_progress: whether a line on stderr shows the progress.
     """
 
     warmup: int = 2
     iters: int = 5
+    lock: str | None = None
+    shows_progress: bool = True
 
     def refusal(self, inv: Invocation) -> str | None:
         """Why `inv` must not be measured here, None if it may be.
@@ -159,12 +168,12 @@ class Tuner:
                 if lowering.passed:
                     raise TimeoutError
                 deadline = Deadline(budget)
-                progress = stack.enter_context(Progress(kernel.op_id, len(configs)))
+                progress = stack.enter_context(Progress(kernel.op_id, len(configs), self.shows_progress))
                 in_order = list(dict.fromkeys([heuristic, *configs]))
-                inv, programs = _with_values(kernel, inv, types, in_order, first, deadline)
+                inv, programs = programs_on_values(kernel, inv, types, in_order, first, deadline, self.lock)
                 first = next(programs)
                 enough = _AT_THE_ROOFLINE * _roofline(kernel, inv)
-                with _measuring:
+                with _measuring, device_lock(self.lock):
                     reference = jax.block_until_ready(first[1]()())
             except TimeoutError:
                 raise
@@ -173,8 +182,7 @@ class Tuner:
             of_configs = chain([first] if heuristic in configs else [], programs)
             times, rejected, right = self._one_by_one(kernel, inv, of_configs, reference, enough, deadline, progress)
             programs.close()  # nothing more is lowered or compiled
-            tried = len(times) + rejected
-            cut_short = tried < len(configs) and min(times.values()) > enough
+            cut_short = len(times) + len(rejected) < len(configs) and min(times.values()) > enough
             if cut_short and not rejected and times.keys() == {heuristic}:
                 raise TimeoutError
             first = next(iter(times))  # was timed on a device that had been idle
@@ -182,11 +190,11 @@ class Tuner:
                 limit = near * min(times.values())
                 again = {c: right[c] for c in times if times[c] <= limit or c == first}
                 times |= self._interleaved(again, deadline)
-            return Measured(times, tried, len(configs), cut_short)
+            return Measured(times, rejected, len(configs), cut_short)
 
-    def _one_by_one(self, kernel, inv, programs, reference, enough, deadline, progress) -> tuple[dict, int, dict]:
-        """(milliseconds of the programs with right results, number of rejected ones, the programs by config)."""
-        rejected, times, right = [], {}, {}
+    def _one_by_one(self, kernel, inv, programs, reference, enough, deadline, progress) -> tuple[dict, dict, dict]:
+        """(milliseconds of the programs with right results, why others were rejected, the programs by config)."""
+        rejected, times, right = {}, {}, {}
         for config, program in programs:
             if times and deadline.passed:
                 break
@@ -195,8 +203,8 @@ class Tuner:
                 run = program()
                 times[config] = self._time(run, reference, best, repeats, deadline)
             except Exception as error:
-                rejected.append(f"{config}: {_first_line(error)}")
-                progress.tell(config, f"rejected, {_first_line(error)}")
+                rejected[config] = _first_line(error)
+                progress.tell(config, f"rejected, {rejected[config]}")
                 continue
             right[config] = run
             progress.tell(config, f"{times[config]:.4f} ms")
@@ -205,15 +213,16 @@ class Tuner:
         if not times and not rejected:
             raise TimeoutError
         if not times:
-            raise EjkernelRuntimeError(f"{kernel.op_id}: none of the configs can be used: {'; '.join(rejected)}")
-        return times, len(rejected), right
+            reasons = "; ".join(f"{config}: {reason}" for config, reason in rejected.items())
+            raise EjkernelRuntimeError(f"{kernel.op_id}: none of the configs can be used: {reasons}")
+        return times, rejected, right
 
     def _interleaved(self, programs: dict[Cfg, Callable[[], Any]], deadline: Deadline) -> dict[Cfg, float]:
         """Milliseconds of programs with similar times, each the least of as many interleaved rounds as time allows."""
         if len(programs) < 2:
             return {}
         rounds = []
-        with _measuring:
+        with _measuring, device_lock(self.lock):
             for times in zip(
                 *(batches(program, 1, self.iters, _SECONDS_OF_A_BATCH) for program in programs.values()), strict=True
             ):
@@ -226,7 +235,7 @@ class Tuner:
         self, program: Callable[[], Any], reference: Any, best_time: float, repeats: bool, deadline: Deadline
     ) -> float:
         """Milliseconds of a program whose results are right; of the first batch only if that is much too slow."""
-        with _measuring:
+        with _measuring, device_lock(self.lock):
             result = program()
             if how := disagreement(result, reference):
                 raise EjkernelRuntimeError(how)
@@ -238,31 +247,6 @@ class Tuner:
                 if times[0] > _HOPELESS * best_time or deadline.passed:
                     break
             return min(times)
-
-
-def _with_values(
-    kernel: Kernel, inv: Invocation, types: Invocation, configs: Sequence, first: jax.stages.Lowered, deadline: Deadline
-) -> tuple[Invocation, Iterator[tuple[Any, Callable[[], Callable[[], Any]]]]]:
-    """`inv` with values to measure with, and for each config, once compiled, a function that gives its call on them.
-
-    Programs are compiled for `types` while the values are made; `first` is the lowered program of the first config.
-    """
-    values = started_outside_any_trace(lambda: kernel.synthetic_inputs(inv))
-    programs = compiled_programs(partial(lowered, kernel, types), configs, first, deadline)
-    of_first = next(programs)
-    args, kwargs = values.result(deadline.timeout())
-    inv = replace(inv, args=args, kwargs=kwargs)
-    if not may_stand_for((args, kwargs), (types.args, types.kwargs)):  # the kernel made other types
-        programs.close()
-        programs = compiled_programs(partial(lowered, kernel, inv), configs, lowered(kernel, inv, configs[0]), deadline)
-        of_first = next(programs)
-    return inv, _calls(of_first, programs, [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf)])
-
-
-def _calls(first: tuple[Any, Future], others: Generator, arrays: Sequence[Any]) -> Iterator[tuple[Any, Callable]]:
-    with closing(others):
-        for config, program in chain([first], others):
-            yield config, lambda program=program: partial(program.result(), *arrays)
 
 
 def by_priority(configs: Sequence) -> list:

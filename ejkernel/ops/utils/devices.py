@@ -37,10 +37,17 @@ def device_target() -> Target:
 
 
 @functools.cache
-def _device_target(default_device: jax.Device | str | None) -> Target:
-    if default_device is None or isinstance(default_device, str):
-        default_device = jax.local_devices(backend=default_device)[0]
-    return target_of_device(default_device)
+def _device_target(asked: jax.Device | str | None) -> Target:
+    return target_of_device(_default_device(asked))
+
+
+def default_device() -> jax.Device:
+    """The device of `device_target`."""
+    return _default_device(jax.config.jax_default_device)
+
+
+def _default_device(asked: jax.Device | str | None) -> jax.Device:
+    return jax.local_devices(backend=asked)[0] if asked is None or isinstance(asked, str) else asked
 
 
 def device_kind() -> str:

@@ -101,7 +101,7 @@ class SharedFile:
     def _add(self, entries: dict[str, Any], set_aside: Callable[[ValueError], None] | None = None) -> None:
         os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
         try:
-            with _locked(f"{self.path}.lock", self._lock_timeout):
+            with locked(f"{self.path}.lock", self._lock_timeout):
                 self._lock_timeout = LOCK_TIMEOUT_S
                 self._version = None
                 try:
@@ -200,19 +200,22 @@ def _format(kind: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: str, timeout: float) -> Iterator[None]:
-    """Holds the lock of a file against other processes and caches; the system releases it when the process ends.
+def locked(path: str, timeout: float, shared: bool = False) -> Iterator[None]:
+    """Holds the lock of a file against other processes and threads; the system releases it when the process ends.
+
+    A shared lock is held beside other shared ones, and excludes those that are not.
 
     Raises:
         TimeoutError: it was held by another for the whole timeout.
     """
     import fcntl  # POSIX only
 
+    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with _opened(path, "a") as lock:
         until = time.monotonic() + timeout
         while True:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, how | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() >= until:
