@@ -25,12 +25,14 @@ class Missing:
 sys.meta_path.insert(0, Missing)
 """
 
-# CPU seconds, which depend less on other work of the machine: those of JAX, and of this library after it.
+# CPU seconds, which depend less on other work of the machine: those of JAX, and of this library after it, whose compiled
+# modules are in the given folder.
 SECONDS = f"""
-import time
+import sys, time
 start = time.process_time()
 import jax
 of_jax = time.process_time()
+sys.pycache_prefix = {{folder!r}}
 {IMPORTS}
 print(of_jax - start, time.process_time() - of_jax)
 """
@@ -66,10 +68,11 @@ def test_types_are_checked_only_in_tests():
 
 @pytest.mark.core
 def test_import_adds_little_to_that_of_jax(tmp_path):
-    # The first import leaves the modules compiled, as at a user's; where nothing can be written it cannot.
-    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    # The first import leaves the modules compiled, as at a user's; beside the sources they may not be written.
+    script, seconds = SECONDS.format(folder=str(tmp_path)), []
     # What slows a processor down for a while slows down both, so they are compared within a process.
-    seconds = [tuple(map(float, output(SECONDS, **compiled).split())) for _ in range(6)]
+    while len(seconds) < 6 and (not seconds or seconds[-1][1] >= 0.5 * seconds[-1][0]):
+        seconds.append(tuple(map(float, output(script, PYTHONDONTWRITEBYTECODE="").split())))
     assert min(added / of_jax for of_jax, added in seconds) < 0.5, seconds
 
 
