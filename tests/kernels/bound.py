@@ -1,5 +1,6 @@
 """The primitives that a call, its tangent and its gradient bind, for tests that compile without running."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ def bound_by(operation: str, dtypes: Sequence[Any], features: int | None = None)
         if case.operation == operation:
             sizes = {} if features is None else _sizes(case, features)
             for dtype in dtypes:
-                yield from bound(case.resized(sizes), dtype)
+                yield from bound(case, dtype, **sizes)
 
 
 def _sizes(case: Case, features: int) -> dict[str, int]:
@@ -71,8 +72,10 @@ def _sizes(case: Case, features: int) -> dict[str, int]:
     return sizes | dict(x=features - case.sizes["y"]) if case.operation == "flash_mla" else sizes
 
 
-def bound(case: Case, dtype: Any = jnp.bfloat16) -> Iterator[Bound]:
-    """Each equation once, in the order of first use."""
+@functools.cache
+def bound(case: Case, dtype: Any, **sizes: int) -> tuple[Bound, ...]:
+    """Each equation of a case with these sizes once, in the order of first use; no target is known, nor needed."""
+    case, found = case.resized(sizes), []
     arrays = case.arrays(dtype=dtype)
     moving = {name: arrays[name] for name in case.differentiable}
     call = lambda moved: case.call({**arrays, **moved})
@@ -90,4 +93,5 @@ def bound(case: Case, dtype: Any = jnp.bfloat16) -> Iterator[Bound]:
         seen.add((name, params["operands"], params["results"]))
         avals = (jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars)
         operands = dict(zip(params["operands"], avals, strict=True))
-        yield Bound(PRIMITIVES[name], operands, params["results"], params["spec"])
+        found.append(Bound(PRIMITIVES[name], operands, params["results"], params["spec"]))
+    return tuple(found)

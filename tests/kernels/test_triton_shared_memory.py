@@ -1,5 +1,6 @@
 """`EJKERNEL_TRITON_SMEM_LIMIT`: no Triton kernel of any operation uses more shared memory."""
 
+from collections import defaultdict
 from dataclasses import fields
 
 import jax.numpy as jnp
@@ -23,8 +24,8 @@ each_operation = pytest.mark.parametrize("operation", written_in(Platform.TRITON
 
 @pytest.fixture
 def taken(monkeypatch) -> list[tuple[str, int]]:
-    """Name and bytes of shared memory of every compiled kernel, which are those that are lowered."""
-    found, library = [], _launch.jax_triton().triton_lib
+    """Name and bytes of shared memory of every kernel that is lowered in a test, which compiles each once."""
+    found, library, caches = [], _launch.jax_triton().triton_lib, defaultdict(dict)
     compile_kernel = library.compile_ttir_inplace
 
     def compiled(*args):
@@ -33,7 +34,7 @@ def taken(monkeypatch) -> list[tuple[str, int]]:
         return result
 
     monkeypatch.setattr(library, "compile_ttir_inplace", compiled)
-    monkeypatch.setattr(library.TritonFunction, "_kernel_cache", property(lambda self: {}))
+    monkeypatch.setattr(library.TritonFunction, "_kernel_cache", property(lambda self: caches[self.fn]))
     return found
 
 
