@@ -4,7 +4,7 @@
 * Of the tests in a file of `transforms/` that are generated for calls of an operation one, and for the next operation
   one of another test: so every operation is under every transform, and in as many of its calls as there are such tests.
   Where the core has the operation in the file, only a call that runs nowhere else is added.
-* One in five of the parameters of any other test, other ones for another test.
+* One in ten of the parameters of any other test, other ones for another test.
 """
 
 import zlib
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-ONE_IN = 5
+ONE_IN = 10
 ByTest = dict[str, list[pytest.Item]]
 
 

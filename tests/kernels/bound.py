@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from cases import CASES, FAMILIES, Case
 from programs import equations
 
