@@ -73,6 +73,8 @@ def pytest_collection_modifyitems(config, items):
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         for item in every_change.rest(items):
             item.add_marker(pytest.mark.slow)
+        for item in every_change.halved(items):
+            item.add_marker(pytest.mark.oldest)
 
 
 # XLA keeps each program in its own memory mappings; Linux allows a process 65,530, beyond which it crashes.
