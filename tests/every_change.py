@@ -6,8 +6,8 @@
   Where the core has the operation in the file, only a call that runs nowhere else is added.
 * One in ten of the parameters of any other test, other ones for another test.
 
-On the newest jax the core leaves out what runs on the oldest: in the files in which XLA compiles most, half of the tests
-of each operation, of the next operation the other half. `bash .ci/run nightly` has them on both.
+On the newest jax the core leaves out what runs on the oldest: in the files in which XLA compiles most, half of the
+tests of each operation, of the next operation the other half. `bash .ci/run nightly` has them on both.
 """
 
 import zlib

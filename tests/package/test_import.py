@@ -25,8 +25,8 @@ class Missing:
 sys.meta_path.insert(0, Missing)
 """
 
-# CPU seconds, which depend less on other work of the machine: those of JAX, and of this library after it, whose compiled
-# modules are in the given folder.
+# CPU seconds, which depend less on other work of the machine: those of JAX, and of this library after it, the compiled
+# modules of which are in the given folder.
 SECONDS = f"""
 import sys, time
 start = time.process_time()
