@@ -20,9 +20,6 @@ os.environ["XLA_FLAGS"] = " ".join(
     (
         xla_flags.DEVICES,
         *xla_flags.COMPILES_FAST,
-        # The emitters before those of MLIR, which make a context and rewrite in several passes for every fusion: small
-        # programs compile in 40% of the time. jax 0.12 has them no more, and runs the core with those of MLIR.
-        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # devices wait for each other on a busy machine
         os.environ.get("XLA_FLAGS", ""),  # the last setting wins
     )
