@@ -21,7 +21,7 @@ from ejkernel.modules._operation import OPERATIONS
 from ejkernel.ops.utils.devices import target_of
 from ejkernel.types import Platform
 
-PARTS = 2
+PARTS = 4
 TARGETS = {platform: target_of(platform) for platform in ("cpu", "rocm", "tpu")}
 
 
