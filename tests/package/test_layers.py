@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 def imports(name: str, path: Path, with_functions: bool = True) -> Iterator[str]:
     """The full names that a module imports, anywhere in its code or only when it is itself imported."""
-    for node in nodes(ast.parse(path.read_text()), with_functions):
+    for node in nodes(parsed(path), with_functions):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -42,6 +43,11 @@ def imports(name: str, path: Path, with_functions: bool = True) -> Iterator[str]
             yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Attribute) and node.attr == "_src":
             yield ast.unparse(node)
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def nodes(tree: ast.AST, with_functions: bool) -> Iterator[ast.AST]:
