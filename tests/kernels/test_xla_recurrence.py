@@ -53,6 +53,13 @@ def test_decays_are_those_of_layer_and_head():
     near(ejkernel.lax.lightning_attention(q, k, v, layer_idx=1, num_layers=5), wanted)
 
 
+def test_decays_of_float64_arrays_are_float64():
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(np.asarray(x), jnp.float64) for x in tokens(h=6, g=6))
+        wanted = ejkernel.lax.recurrent(q, k, v, g_gamma=-8 / 6 * (1 - 2 / 7) * jnp.arange(6.0))
+        near(ejkernel.lax.lightning_attention(q, k, v, layer_idx=2, num_layers=7), wanted, 1e-13)
+
+
 def test_a_traced_scale_has_a_gradient():
     q, k, v = tokens()
     of = lambda scale: ejkernel.lax.recurrent(q, k, v, softmax_scale=scale).sum()

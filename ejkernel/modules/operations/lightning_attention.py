@@ -73,7 +73,7 @@ def lightning_attention_arguments(
     """
     q = array(NAME, "q", q)
     has_heads = len(q.shape) == 4 and q.shape[2] != 0
-    slopes = _g_gamma(q.shape[2], layer_idx, num_layers) if has_heads else None
+    slopes = _g_gamma(q, layer_idx, num_layers) if has_heads else None
     return prepare(
         algorithm,
         q,
@@ -89,8 +89,8 @@ def lightning_attention_arguments(
     )
 
 
-def _g_gamma(heads: int, layer_idx: int, num_layers: int):
-    """The log decay of each head."""
+def _g_gamma(q: Array, layer_idx: int, num_layers: int) -> Array:
+    """The log decay of each head of q, in float64 if q is float64, as the state is."""
     for name, x in (("layer_idx", layer_idx), ("num_layers", num_layers)):
         if isinstance(x, bool) or not isinstance(x, int | np.integer):
             raise type_error(NAME, f"{name} must be a static int, not {type(x).__name__}")
@@ -98,8 +98,10 @@ def _g_gamma(heads: int, layer_idx: int, num_layers: int):
         raise value_error(
             NAME, f"layer_idx is {shown(layer_idx)}; it must be at least 0 and below num_layers, {shown(num_layers)}"
         )
+    heads = q.shape[2]
     require_known(NAME, "the number of heads, by which they decay,", heads)
-    return jnp.asarray(-8 / heads * (1 - layer_idx / num_layers) * np.arange(heads), jnp.float32)
+    decays = -8 / heads * (1 - layer_idx / num_layers) * np.arange(heads)
+    return jnp.asarray(decays, jnp.result_type(float) if q.dtype == np.float64 else jnp.float32)
 
 
 class LightningAttention(Recurrence, Operation):
@@ -122,5 +124,5 @@ class LightningAttention(Recurrence, Operation):
         if "g_gamma" in arrays:
             return dict(arrays), dict(specs)
         heads = (*specs["q"], None, None, None)[2]
-        g_gamma = _g_gamma(arrays["q"].shape[2], given["layer_idx"], given["num_layers"])
+        g_gamma = _g_gamma(arrays["q"], given["layer_idx"], given["num_layers"])
         return dict(arrays, g_gamma=g_gamma), dict(specs, g_gamma=PartitionSpec(heads))
