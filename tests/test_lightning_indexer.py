@@ -178,6 +178,7 @@ def test_memory_is_that_of_a_block_of_tokens():
         (dict(pages=jnp.zeros((20, 8, 16), jnp.bfloat16)), TypeError, "pages is bfloat16 but q is float32; it must be"),
         (dict(num_seqs=7), ValueError, "num_seqs is 7; there are tables of 6 sequences"),
         (dict(top_k=0), ValueError, "top_k is 0; it must be at least 1"),
+        (dict(top_k=2**31), ValueError, "top_k is 2147483648; it must be a positive int of 32 bits"),
         (dict(top_k=None), TypeError, "top_k is None; it must be an int"),
         (dict(draft_mask=jnp.zeros((3, 4), bool)), ValueError, "draft_mask must be [30, drafts]"),
     ],

@@ -183,6 +183,14 @@ def size_or_none(operation: str, name: str, x: Any, most: Any = None, *, least: 
     return max(1, int(x) if most is None or is_symbolic_dim(most) else min(int(x), most))
 
 
+def size_of(operation: str, name: str, x: Any) -> int:
+    """A static positive size."""
+    found = size_or_none(operation, name, x)
+    if found is None or found > LARGEST_SIZE:
+        raise value_error(operation, f"{name} is {shown(x)}; it must be a positive int of 32 bits")
+    return found
+
+
 def platform_of(operation: str, platform: Platform | str | None) -> Platform | str:
     """The platform that a user asks for, or "auto" if any will do."""
     if platform is not None and (not isinstance(platform, str) or platform not in ("auto", *Platform)):

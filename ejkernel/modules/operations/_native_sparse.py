@@ -9,12 +9,11 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...errors import shown, value_error
+from ...errors import value_error
 from ...primitives._batching import reshape_axes
 from ...primitives._sharding import explicit_axes
-from ...types.config import LARGEST_SIZE
 from ...xla_utils.sequence_blocks import ended_blocks, places, rows_by_ended_blocks
-from ._arguments import array, int32, require_cuts, require_dtype, require_rank, require_same_dtype, size_or_none
+from ._arguments import array, int32, require_cuts, require_dtype, require_rank, require_same_dtype
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
 
@@ -58,14 +57,6 @@ def cuts_of(operation: str, cu_seqlens: Any, q: Any, k: Any) -> Array | None:
         rule = "they must be equal since cu_seqlens divides both"
         raise value_error(operation, f"k has length {k.shape[1]} but q has {q.shape[1]}; {rule}", q=q, k=k)
     return int32(cu_seqlens)[None]
-
-
-def size_of(operation: str, name: str, x: Any) -> int:
-    """A static positive size."""
-    found = size_or_none(operation, name, x)
-    if found is None or found > LARGEST_SIZE:
-        raise value_error(operation, f"{name} is {shown(x)}; it must be a positive int of 32 bits")
-    return found
 
 
 def gates_of(operation: str, q: Any, **given: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int8, Int32, Integer
 from ...errors import type_error, value_error
 from ...kernels._xla._index_scores import Indexed, best_keys
 from .._composed import composed
-from ._arguments import array, int32, require_dtype, require_rank, size_or_none, vary_alike
+from ._arguments import array, int32, require_dtype, require_rank, size_of, vary_alike
 from ._pages import check_cache, check_tables, count_of_sequences, mask_of_drafts, scale_of_pages
 
 NAME = "lightning_indexer"
@@ -88,8 +88,8 @@ def lightning_indexer(
         num_seqs=count_of_sequences(NAME, num_seqs, **tables)[0],
         draft_mask=None if mask is None else mask[0],
     )
-    count = size_or_none(NAME, "top_k", top_k)
-    if count is None:
+    if top_k is None:
         raise type_error(NAME, "top_k is None; it must be an int")
+    count = size_of(NAME, "top_k", top_k)
     given = {name: x for name, x in step._asdict().items() if x is not None}
     return best_keys(jax.lax.stop_gradient(step._replace(**vary_alike(given))), count)

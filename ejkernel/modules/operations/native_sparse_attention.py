@@ -16,8 +16,18 @@ from ...primitives.native_sparse_attention import native_sparse_attention as alg
 from ...types import CuSeqlens, Scale, Window
 from ...xla_utils.sequence_blocks import places
 from .._operation import Operation, Prepared, platform_of_call
-from ._arguments import align, array, int32, require_dtype, require_known, static_bool, static_scale, window_pair
-from ._native_sparse import check_heads, check_values, compressed, cuts_of, gates_of, size_of
+from ._arguments import (
+    align,
+    array,
+    int32,
+    require_dtype,
+    require_known,
+    size_of,
+    static_bool,
+    static_scale,
+    window_pair,
+)
+from ._native_sparse import check_heads, check_values, compressed, cuts_of, gates_of
 from .flash_attention import FlashAttention
 from .native_sparse_blocks import NativeSparseBlocks, uneven_cuts
 

@@ -11,8 +11,8 @@ from ...primitives.native_sparse_blocks import NativeSparseBlocksSpec
 from ...primitives.native_sparse_blocks import native_sparse_blocks as primitives
 from ...types import CuSeqlens
 from .._operation import Operation, Prepared
-from ._arguments import align, array
-from ._native_sparse import check_heads, cuts_of, size_of
+from ._arguments import align, array, size_of
+from ._native_sparse import check_heads, cuts_of
 from ._pages import scale_of_logits
 
 NAME = primitives.name

@@ -21,10 +21,11 @@ from ._arguments import (
     int32,
     require_dtype,
     require_rank,
+    size_of,
     static_bool,
     window_pair,
 )
-from ._native_sparse import check_heads, check_values, gates_of, size_of
+from ._native_sparse import check_heads, check_values, gates_of
 from ._pages import check_cache, scale_of_logits
 
 NAME = primitives.name

@@ -10,7 +10,7 @@ from ...errors import value_error
 from ...kernels._page_plan import decode_rows, ragged_rows, work_list
 from ...types import Window
 from .._composed import composed
-from ._arguments import array, int32, require_dtype, require_rank, size_or_none, window_pair
+from ._arguments import array, int32, require_dtype, require_rank, size_of, window_pair
 from ._attention import FAR
 from ._pages import count_of_sequences
 
@@ -80,9 +80,9 @@ def page_plan(
         raise value_error(NAME, "context_lens has 0 sequences; there must be some", context_lens=context_lens)
     left = window_pair(NAME, window)[0]
     sizes = dict(page_size=page_size, workers=workers, tokens_per_item=tokens_per_item)
-    if None in sizes.values():
-        raise value_error(NAME, f"{', '.join(name for name, x in sizes.items() if x is None)} must be given")
-    page_size, workers, tokens_per_item = (size_or_none(NAME, name, x) for name, x in sizes.items())
+    if missing := [name for name, x in sizes.items() if x is None]:
+        raise value_error(NAME, f"{', '.join(missing)} must be given")
+    page_size, workers, tokens_per_item = (size_of(NAME, name, x) for name, x in sizes.items())
     how = dict(page_size=page_size, left=None if left is None or left >= FAR else left)
     if query_start_loc is None:
         _refuse_without_starts(num_seqs=num_seqs, num_tokens=num_tokens, drafts=drafts)
@@ -95,9 +95,9 @@ def page_plan(
         int32(context_lens),
         int32(starts),
         jnp.clip(count, 0, context_lens.shape[0]),
-        size_or_none(NAME, "num_tokens", num_tokens),
+        size_of(NAME, "num_tokens", num_tokens),
         tokens_per_item=tokens_per_item,
-        drafts=size_or_none(NAME, "drafts", drafts),
+        drafts=None if drafts is None else size_of(NAME, "drafts", drafts),
         **how,
     )
     return work_list(rows, workers)
