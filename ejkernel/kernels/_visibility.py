@@ -272,7 +272,8 @@ def _extremes(ids: Array, block: int) -> tuple[Array, Array, Array]:
 def _in_blocks(x: Any, block: int, padding: int | None = None, xp: Any = jnp) -> Any:
     """[b, n] → [b, blocks, block], after whose end stand the padding, or the last of x."""
     mode = {"mode": "edge"} if padding is None else {"constant_values": padding}
-    return xp.pad(x, ((0, 0), (0, -x.shape[1] % block)), **mode).reshape(x.shape[0], -1, block)
+    blocks = -(-x.shape[1] // block)
+    return xp.pad(x, ((0, 0), (0, -x.shape[1] % block)), **mode).reshape(x.shape[0], blocks, block)
 
 
 def _any_in_blocks(mask: Array, block_q: int, block_k: int) -> Array:
@@ -280,9 +281,9 @@ def _any_in_blocks(mask: Array, block_q: int, block_k: int) -> Array:
     some = mask.any(1)
     for axis, block in ((1, block_q), (2, block_k)):
         if some.shape[axis] > 1:
-            widths = [(0, -n % block if a == axis else 0) for a, n in enumerate(some.shape)]
-            some = jnp.pad(some, widths)
-            some = some.reshape(*some.shape[:axis], -1, block, *some.shape[axis + 1 :]).any(axis + 1)
+            blocks = -(-some.shape[axis] // block)
+            some = jnp.pad(some, [(0, -n % block if a == axis else 0) for a, n in enumerate(some.shape)])
+            some = some.reshape(*some.shape[:axis], blocks, block, *some.shape[axis + 1 :]).any(axis + 1)
     return some
 
 

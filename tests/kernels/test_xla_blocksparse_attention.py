@@ -152,6 +152,13 @@ def test_only_kept_blocks_are_computed(leading):
     assert len(seen) == (kept & (first <= last[:, None])).sum()
 
 
+def test_an_empty_batch_with_segment_ids_and_a_mask():
+    x, ids, pairs = jnp.zeros((0, 11, 2, 24)), jnp.zeros((0, 11), jnp.int32), jnp.ones((0, 1, 11, 11), bool)
+    given = dict(block_size=(16, 8), q_segment_ids=ids, kv_segment_ids=ids, mask=pairs)
+    call = lambda q: ejkernel.lax.blocksparse_attention(q, x, x, jnp.ones((0, 1, 1, 2), bool), **given)
+    assert call(x).shape == jax.grad(lambda q: call(q).sum())(x).shape == x.shape
+
+
 @pytest.mark.parametrize("heads", (1, 2))
 def test_a_step_of_a_loop_copies_nothing_as_long_as_the_sequence(heads):
     """Otherwise the time of a block would grow with the sequence."""
