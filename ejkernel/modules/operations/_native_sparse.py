@@ -89,7 +89,7 @@ def compressed(
     Args:
         attend: (q, k, v, cu_seqlens_q, cu_seqlens_k) → o, causal.
     """
-    if k.shape[1] == 0 or q.shape[1] == 0:
+    if k.shape[1] // size == 0 or q.shape[1] == 0:
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     if cu_seqlens is not None:
         return _compressed_packed(attend, q, k, v, cu_seqlens[0], size)
