@@ -37,14 +37,17 @@ def outside(a: jax.Array, x: Operands) -> jax.Array:
 def scale_cotangent(x: Operands, do: jax.Array, matrices: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """dσ_g = Σ_k rhs_g ∘ Σ_i lhs_iᵀ · do_i, where `matrices` gives the latter sum [b?, e, k, n] in float32.
 
-    `matrices` takes do in the dtype of lhs. As dσ is float32, the rounding error of do in that dtype is passed as well.
-    (It is not computed by converting back and forth, which XLA may simplify to no conversion, and an error of 0.)
+    `matrices` takes do in the dtype of lhs. As dσ is float32, a wider do is a sum of numbers in that dtype: of what it
+    is rounded to, and in the same way of what rounding leaves, which is multiplied by a power of two before, since it
+    may be too small for float16. (This is not computed by converting back and forth, which XLA may simplify to no
+    conversion, so that nothing is left.)
     """
-    narrow, limits = do.astype(x.lhs.dtype), jnp.finfo(x.lhs.dtype)
-    unscaled = matrices(narrow)
-    if jnp.promote_types(do.dtype, narrow.dtype) != narrow.dtype:
-        rounded = jax.lax.reduce_precision(do, limits.nexp, limits.nmant)
-        unscaled += matrices((do - rounded).astype(narrow.dtype))
+    limits, left, unscaled = jnp.finfo(x.lhs.dtype), do, 0
+    bits = limits.nmant + 1
+    for part in range(-(-(jnp.finfo(do.dtype).nmant + 1) // bits)):
+        rounded = jax.lax.reduce_precision(left, limits.nexp, limits.nmant)  # 0 if subnormal
+        unscaled += 2.0 ** (-bits * part) * matrices(rounded.astype(x.lhs.dtype))
+        left = 2.0**bits * (left - rounded)
     bounds = group_bounds(x.group_sizes, x.group_offset, x.rhs.shape[1], x.lhs.shape[1])
     used = (bounds[:, 1:] > bounds[:, :-1]).any(0 if unscaled.shape[0] == 1 else (), keepdims=True)
     used = used.reshape(-1, x.rhs.shape[1], 1, 1)  # the matrix of an empty group may be NaN

@@ -3,6 +3,54 @@
 from .calls import Call
 
 FAILURES_OF_KERNELS = (
+    # With logits beyond 2³¹: the multiply-add s·scale − m is not 0 where s is the maximum, but half a unit, up to 128.
+    Call(
+        "flash_mla",
+        sizes={"b": 2, "s": 63, "t": 256, "d": 24, "e": 16, "h": 2, "c": 32, "y": 8, "x": 16},
+        operands={"q": "b s h d", "kv_latent": "b t c", "k_rope": "b t y", "w_kc": "c h x", "w_vc": "c h e"},
+        maps=({"k_rope": 0, "kv_latent": 1, "q": -1, "w_vc": 0},),
+        jit=True,
+        api="modules",
+        platform="triton",
+        values="huge",
+        seed=4722,
+    ),
+    # A float32 cotangent was passed on as two numbers of bfloat16: 16 bits.
+    Call(
+        "grouped_matmul",
+        sizes={"m": 1, "k": 64, "n": 64, "e": 3, "f": 3},
+        operands={"lhs": "m k", "rhs": "e k n", "group_sizes": "f", "rhs_scale": "e n"},
+        dtype="bfloat16",
+        dtypes={"group_sizes": "int32", "rhs_scale": "float32"},
+        derivative="checkpoint",
+        wrt=("lhs", "rhs", "rhs_scale"),
+        maps=(
+            {"lhs": 1, "group_sizes": -1, "rhs": -1, "rhs_scale": 0, "tangents": 0},
+            {"group_sizes": -1, "rhs": -1, "cotangents": 0, "tangents": 0},
+        ),
+        jit=True,
+        api="modules",
+        platform="triton",
+        values="uniform",
+        infinite=True,
+        seed=5905,
+    ),
+    # Fewer tokens than a block has: attention to no keys was asked of the kernels of flash_attention.
+    Call(
+        "native_sparse_attention",
+        sizes={"s": 33, "t": 33, "d": 32, "e": 32, "n": 5, "h": 3, "g": 3, "m": 3},
+        operands={"cu_seqlens": "m", "q": "1 s h d", "k": "1 s g d", "v": "1 s g e", "block_indices": "1 s g n"}
+        | {"g_cmp": "1 s h"},
+        options={"block_size": 64, "return_block_indices": True},
+        dtypes={"cu_seqlens": "int64", "block_indices": "int8", "g_cmp": "bfloat16"},
+        derivative="vjp",
+        wrt=("g_cmp", "k", "q", "v"),
+        jit=True,
+        api="modules",
+        platform="triton",
+        poison=True,
+        seed=528,
+    ),
     # The backward of Mosaic GPU sums logits of 10⁹ in another order than the forward: s − lse was over 128, p infinite.
     Call(
         "flash_attention",

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
-from ejkernel.kernels._query_splits import LAUNCH, MOST, OVERHEAD, splits_of
+from ejkernel.kernels._query_splits import LAUNCH, MOST, OVERHEAD, splits_for_cache, splits_of
 from ejkernel.kernels._target import lowering_for
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
@@ -40,6 +40,46 @@ def test_splits_pay_for_their_sums(causal):
             if (splits := splits_of(tiles, steps, 132, causal)) > 1:
                 assert splits <= steps
                 assert steps * (1 - 1 / splits) > LAUNCH + OVERHEAD * tiles * splits / 132
+
+
+@pytest.mark.parametrize(
+    "group, tiles, length, most, splits",
+    [
+        (8, 64, 4096, 4, 4),  # 64 thread blocks use 67 MB, and 132 twice as much
+        (8, 64, 4096, 2, 2),
+        (8, 64, 4096, 0.5, 1),
+        (6, 64, 4096, 3, 3),  # as many heads each
+        (2, 128, 8192, 1, 1),
+        (8, 8, 512, 4, 4),  # all heads of the batch at once
+        (1, 2048, 131072, 1, 1),
+        (8, 0, 0, 4, 1),
+    ],
+)
+def test_heads_that_fit_in_the_cache(group, tiles, length, most, splits):
+    """Of 256 features: 2 KB of q, do and dq for a query."""
+    assert splits_for_cache(group, tiles, 2048 * length, most, 132) == splits
+
+
+@pytest.mark.parametrize(
+    "length, options, splits",
+    [
+        (4096, dict(causal=True), 4),
+        (1024, dict(causal=True), 4),
+        (4096, dict(), 1),
+        (4096, dict(causal=True, window=(1023, 0)), 1),
+        (4096, dict(causal=True, deterministic=True), 1),
+        (4096, dict(causal=True, batch_invariant=True), 1),
+    ],
+)
+def test_sums_of_the_heads_of_a_group(length, options, splits):
+    """16 heads of 256 features, of which 8 share keys, 16k tokens."""
+    batch = 16384 // length
+    x = Operands(*(jax.ShapeDtypeStruct((batch, length, heads, 256), jnp.bfloat16) for heads in (16, 2, 2)))
+    spec = FlashAttentionSpec(**options)
+    with lowering_for(HOPPER):
+        config = space("flash_attention_bwd", x, spec, HOPPER)[0]
+        text = lowered(run("flash_attention_bwd", spec, config), *arguments(x))
+    assert (f"tensor<{splits * batch * length}x2x256xf32>" in text) == (splits > 1)
 
 
 @pytest.mark.parametrize("invariant", [True, False], ids=["batch_invariant", ""])

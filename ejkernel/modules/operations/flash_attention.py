@@ -67,7 +67,8 @@ def flash_attention_arguments(
         s_ij = softmax_scale · q_i·k_j + bias_ij,   then softcap · tanh(s_ij / softcap),   then −∞ where masked
         lse_i = log(Σ_j exp s_ij + Σ_n exp sinks_n),   o_i = Σ_j exp(s_ij − lse_i) · keep_ij/(1 − dropout_rate) · v_j
 
-    Differentiable in q, k, v, bias, sinks and a traced softmax_scale, through o and lse, to any order.
+    Differentiable in q, k, v, bias, sinks and a traced softmax_scale, through o and lse, to any order. Logits of 16-bit
+    arrays have to stay below 10⁹ on Hopper GPUs, where a row of larger ones may be NaN.
 
     Args:
         q: queries [B, S, H, D], or [T, H, D] with cu_seqlens.

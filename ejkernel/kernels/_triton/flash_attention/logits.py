@@ -48,6 +48,10 @@ def capped(product, scale, bias, problem: tl.constexpr):
     """The logits of a tile, or q·kᵀ itself if the problem folds the scale into the exponent."""
     if problem.folded:
         return product
+    elif bias is None and problem.softcap is None:
+        # A multiplication alone would be fused with the subtraction in s − m, where m is the rounded maximum: the
+        # exponent of the largest weight would not be 0 but the rounding error of m, from m = 2³¹ on up to 128.
+        return tl.fma(product, scale, 0.0)
     else:
         s = product * scale
         if bias is not None:

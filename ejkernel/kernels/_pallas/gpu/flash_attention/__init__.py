@@ -1,6 +1,9 @@
 """flash_attention on Hopper GPUs: Pallas kernels, compiled by Mosaic GPU.
 
 Pallas is imported only when a kernel is first needed.
+
+Weights are 2^(s·c − m·c) in one multiply-add, with m·c rounded. Logits have to stay below 10⁹: beyond 1.5·10⁹ half a
+unit of the last place of m·c is 128, and weights overflow.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels._query_splits import splits_of
+from ejkernel.kernels._query_splits import splits_for_cache, splits_of
 from ejkernel.kernels._visibility import Visibility, visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
@@ -70,7 +70,7 @@ def flash_attention_bwd(
 
 
 def with_splits(plan: Plan) -> Plan:
-    """The plan with splits.
+    """The plan with splits, where there are few tiles, or where heads that share keys do not fit in the L2 cache.
 
     Where tiles wait in a circle the splits of all have to run at once. Where they add in turn, tiles of a window would
     wait for the splits before those of the tile before, one after the other.
@@ -82,7 +82,18 @@ def with_splits(plan: Plan) -> Plan:
         splits = max(1, min(splits, MOST_IN_GROUP // tiles))
     if plan.in_tile_order and None not in (problem.low, problem.high):
         splits = 1
-    return replace(plan, splits=splits)
+    return replace(plan, splits=splits if splits > 1 else _splits_for_cache(plan))
+
+
+def _splits_for_cache(plan: Plan) -> int:
+    """Those whose dk and dv take no more memory than dq; 1 where it has not been measured, or tiles are alike."""
+    problem = plan.problem
+    causal = (problem.low is None) != (problem.high is None)
+    if plan.deterministic or not causal or problem.packed or problem.segmented:
+        return 1
+    of_query = (problem.D + problem.V) * problem.dtype.itemsize + 4 * problem.D
+    most = problem.H * problem.S * problem.D / (problem.G * problem.K * (problem.D + problem.V))
+    return splits_for_cache(problem.group, plan.tiles, of_query * problem.S, most, plan.processors)
 
 
 def gradients(

@@ -95,8 +95,10 @@ class Plan:
 
     @property
     def signals_late(self) -> bool:
-        """Whether an addition to dq is counted one step later: where the tile that waits for it is two steps behind, or
-        may be, and where a step has several additions, so that their end is longer waited for.
+        """Whether an addition to dq is counted a step after it was issued, and not waited for at once.
+
+        The tile that waits for the count then starts later. That costs nothing if it is two steps behind anyway, and
+        less than waiting if a step has several additions (wide dq).
         """
         return self.keys >= 2 * self.block_q or (self.in_tile_order and self.wide)
 
