@@ -15,6 +15,7 @@ from ejkernel.types import Target
 
 from .calls import Call
 from .checks import strict
+from .failures_of_kernels import FAILURES_OF_KERNELS
 from .operations._draws import SIZES
 from .search import Search, TimeIsUp
 from .test_random_calls import on_gpu
@@ -40,6 +41,11 @@ def test_random_calls_run_on_kernels_of_a_gpu(operation, platform, types_uncheck
     question = Question(operation, seconds=0, seed=0, sizes=SIZES[platform])
     question.run()
     assert 3 * question.ran >= question.programs, question
+
+
+@pytest.mark.parametrize("call", [pytest.param(c, id=f"{c.operation}-{n}") for n, c in enumerate(FAILURES_OF_KERNELS)])
+def test_what_once_failed_runs_on_a_kernel(call, types_unchecked):
+    assert is_taken(call)
 
 
 def is_taken(call: Call) -> bool:

@@ -9,7 +9,7 @@ programs(draw, sizes)           -> operands, sizes, options and dtypes of a call
 values(call, name, rng, shape)  -> an operand that is more than numbers of the family, or None; floats in float64
 ON                              -> optional: by platform, the fields of `Sizes` that are other ones for this operation
 REFUSED                         -> optional: by platform, the operands and options that its kernels refuse, and "jvp"
-                                where they have no tangent; they are drawn seldom
+                                where they have no tangent, "vjp" where they have no derivative; they are drawn seldom
 FORWARD_ONLY                    -> optional: True where there is no derivative
 facts(call, x)                  -> what the formula has to know of the integers and booleans of x
 hidden(call, x)                 -> by operand, where its numbers are read by nobody

@@ -14,6 +14,7 @@ class Sizes:
         platform: the platform whose kernels are requested, or None.
         kinds: kinds of calls of attention.
         lengths: lengths of sequences; `keys` those of keys if they differ.
+        paired: lengths with a bias or a mask if they differ, which has a number for each query and key then.
         features: features of a head or a row.
         attention_features: features of a head of attention.
         rope: rotary features of a head beside others.
@@ -31,6 +32,7 @@ class Sizes:
     kinds: tuple[str, ...] = (*["dense"] * 4, "segments", "packed")
     lengths: tuple[int, ...] = (1, 2, 5, 7, 8, 16, 17, 31, 33, 40, 65, 130, 0)
     keys: tuple[int, ...] = ()
+    paired: tuple[int, ...] = ()
     features: tuple[int, ...] = (1, 3, 8, 8, 16, 16, 20, 32, 64)
     attention_features: tuple[int, ...] = (8, 16, 16, 16, 24, 32, 64, 1, 3)
     rope: tuple[int, ...] = (4, 1, 8)
@@ -68,6 +70,7 @@ HOPPER = Sizes(
     platform="pallas",
     lengths=(256, 300, 64, 192, 256, 300, 384, 512, 640),
     keys=(256, 300, 384, 128, 512, 640, 384),
+    paired=(1024, 1280, 1032, 1104),
     features=(64, 128),
     attention_features=(128, 64, 128, 80, 192, 256, 128),
     rope=(16, 32, 64, 8, 4, 16, 32, 64, 16),

@@ -62,13 +62,14 @@ def facts(call, x):
 
 def sensitivity(call, x):
     """The relative error of decays in a 16-bit call: differences of sums of a chunk's log decays in float32, of which
-    matrix units keep 22 bits. A decay of exp(−128) is 0.
+    matrix units keep 22 bits. A decay of exp(−128) is 0; the errors of several, whose product it is, add up.
     """
     if call.type("q").itemsize != 2:
         return 0.0
     gates = [np.maximum(x[name].astype(np.float64), -128) for name in ("g", "gk", "gv") if name in x and x[name].size]
-    chunks = [a[:, at : at + CHUNK] for a in gates for at in range(0, a.shape[1], CHUNK)]
-    return 2.0**-22 * max((np.abs(chunk.cumsum(1)).max() for chunk in chunks), default=0.0)
+    chunks = [[a[:, at : at + CHUNK] for at in range(0, a.shape[1], CHUNK)] for a in gates]
+    of_heads = CHUNK * np.abs(np.maximum(x["g_gamma"].astype(np.float64), -128)).max() if "g_gamma" in x else 0.0
+    return 2.0**-22 * (of_heads + sum(max(np.abs(chunk.cumsum(1)).max() for chunk in of) for of in chunks))
 
 
 def hidden(call, x):

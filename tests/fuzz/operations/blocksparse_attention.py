@@ -11,12 +11,14 @@ SHARE = 3
 SPLIT = flash.SPLIT
 DTYPES = flash.DTYPES
 SEGMENTS = ("q_segment_ids", "kv_segment_ids")
-REFUSED = {"pallas": (*flash.REFUSED["pallas"], *SEGMENTS, "jvp", "deterministic", "batch_invariant", "sinks")}
+ABSENT = ("bias", "mask", *SEGMENTS, "jvp", "deterministic", "batch_invariant", "sinks")
+REFUSED = {"pallas": (*flash.REFUSED["pallas"], *ABSENT)}
 ON = {
     "pallas": dict(
         kinds=(*["dense"] * 20, "packed", "segments", *["dense"] * 4),
         lengths=(256, 384, 512, 300, 640),
         keys=(),
+        paired=(),
         windows=(257, 385, 300, 513, 2**31),  # the next key is the first of a block
         window_ends=(None, 256, 0, 40, 384, 2**31, None),
         blocks=((128, 256, 640, 384, 640, 256), (128, 128, 256, 128, 128, 640, 128)),

@@ -12,7 +12,7 @@ __all__ = ["formula"]
 SHARE = 4
 SPLIT = ("b", "h", "g")
 DTYPES = {"softmax_scale": "float32", "sinks": "float32", "bias": "float32"}
-REFUSED = {"pallas": ("bias", "mask", "softmax_scale", "dropout_key", "dropout_rate")}
+REFUSED = {"pallas": ("dropout_key", "dropout_rate")}
 FLOATS = ("float32", "bfloat16", "float16", "call")
 INTEGERS = ("int32", "int32", "int32", "int8", "uint8", "int16", "uint32", "int64")
 
@@ -40,11 +40,14 @@ def programs(draw, sizes):
         if chance(draw, 10):
             dtypes["kv_segment_ids"] = "int32"
     for name in ("bias", "mask"):
-        if chance(draw, 30 if name == "bias" else 20):
+        if chance(draw, 30 if name == "bias" else 20) and not (sizes.paired and kind == "packed"):
             batch = "1" if kind == "packed" else pick(draw, "b", "1")
             axes = [batch, pick(draw, "h", "1"), pick(draw, "s", "1"), pick(draw, "t", "1")]
-            operands[name] = " ".join(axes[pick(draw, 0, 0, 1, 2, 3, 4) :])
-    if "bias" in operands and chance(draw, 50):
+            first = pick(draw, 0, 0, 1, 2, 3, 4)
+            operands[name] = " ".join([*axes[:2], "s", "t"] if sizes.paired else axes[first:])
+    if sizes.paired and not {"bias", "mask"}.isdisjoint(operands):
+        size |= {"s": pick(draw, *sizes.paired), "t": pick(draw, *sizes.paired)}
+    elif "bias" in operands and chance(draw, 50):
         dtypes["bias"] = pick(draw, *FLOATS)
     if chance(draw, 20):
         operands["sinks"] = pick(draw, "h", "h 1", "h 3")

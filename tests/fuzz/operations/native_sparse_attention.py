@@ -7,13 +7,22 @@ import numpy as np
 from ..formulas import flash_attention as flash_formula
 from ..formulas.native_sparse_attention import formula
 from . import flash_attention as flash
-from ._draws import chance, cuts, draw_scale, heads, logits_rounded, pick, scale
+from ._draws import chance, cuts, draw_scale, heads, logits_rounded, pick, scale, seldom
 
 __all__ = ["formula"]
 
 SHARE = 2
 SPLIT = flash.SPLIT
 GATES = ("g_cmp", "g_slc", "g_swa")
+# Of the kernels of Mosaic GPU for the selected branch: the others are those of flash_attention, which take many keys.
+REFUSED = {"pallas": ("vjp", "softmax_scale", "window", "g_cmp", "g_swa")}
+ON = {
+    "pallas": dict(
+        lengths=(64, 100, 256, 192, 300),
+        attention_features=(64, 128, 64, 128, 192, 64, 128),
+    )
+}
+HEADS = ((16, 1), (32, 1), (32, 2), (64, 1), (16, 1))
 DTYPES = {"softmax_scale": "float32", **dict.fromkeys(GATES, "float32")}
 
 
@@ -24,7 +33,11 @@ def programs(draw, sizes):
     V = D if chance(draw, 60) else pick(draw, *sizes.attention_features)
     size = {"b": pick(draw, 1, 2, 3), "s": S, "t": K, "d": D, "e": V, "n": pick(draw, 1, 2, 3, 5), **heads(draw)}
     operands, options, dtypes, batch, keys = {}, {"block_size": pick(draw, 16, 1, 3, 8, 64)}, {}, "b", "t"
-    if chance(draw, 30):
+    of_hopper = sizes.platform == "pallas" and not seldom(draw)
+    if of_hopper:
+        size["h"], size["g"] = pick(draw, *HEADS)
+        options["block_size"] = pick(draw, 64, 128, 192, 64)
+    if chance(draw, 30) and not of_hopper:
         del size["b"]
         size |= dict(t=S, m=pick(draw, 2, 3, 5, 6))
         operands, batch, keys = {"cu_seqlens": "m"}, "1", "s"
