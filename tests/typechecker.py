@@ -19,7 +19,7 @@ from jaxtyping import AbstractArray, install_import_hook
 # called thousands of times in a trace, with what the packages below hand on; with them a test took a fifth longer.
 PACKAGES = ("callib", "lax", "modules", "ops/core", "ops/execution", "quantization", "serving", "types")
 MODULES = ("_explain", "_export", "block_masks", "checkpoint_policies", "errors", "ops/recording", "ops/registry")
-# Nor these, for the same reason: they had three quarters of all calls, and a test of transforms took a sixth longer.
+# Nor these and `kernels._registry`, for the same reason: they had three quarters of all calls.
 OFTEN_CALLED = ("modules/operations/_arguments", "types/target")
 
 LIBRARY = Path(__file__).parents[1] / "ejkernel"

@@ -252,3 +252,22 @@ def test_memory_grows_with_the_length():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary(16384) < 12 * temporary(2048)
+
+
+@pytest.mark.parametrize("cuts", (None, (0, 4, 9)), ids=("", "packed"))
+def test_blocks_larger_than_all_keys(cuts):
+    """Blocks of any number of tokens beyond all keys are alike, and take the memory of these."""
+    q, k, v = (jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, n, D)), jnp.float32) for n in (H, G, G))
+    gates = {f"g_{name}": jnp.ones((1, 9, H)) for name in ("cmp", "slc")}
+    of = lambda size: ejkernel.lax.native_sparse_attention(
+        q,
+        k,
+        v,
+        **gates,
+        cu_seqlens=None if cuts is None else jnp.array(cuts),
+        block_size=size,
+        return_block_indices=True,
+    )
+    for size in (11, 2**30, 2**31 - 1):
+        for found, expected in zip(of(size), of(10), strict=True):
+            np.testing.assert_array_equal(found, expected)

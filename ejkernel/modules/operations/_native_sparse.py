@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...errors import value_error
 from ...primitives._batching import reshape_axes
 from ...primitives._sharding import explicit_axes
 from ...xla_utils.sequence_blocks import ended_blocks, places, rows_by_ended_blocks
-from ._arguments import array, int32, require_cuts, require_dtype, require_rank, require_same_dtype
+from ._arguments import array, int32, require_cuts, require_dtype, require_rank, require_same_dtype, size_of
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
 
@@ -68,6 +69,15 @@ def gates_of(operation: str, q: Any, **given: Any) -> dict[str, Any]:
             rule = f"{name} must be {list(q.shape[:-1])}, a number for each query and head"
             raise value_error(operation, rule, q=q, **{name: x})
     return gates
+
+
+def block_size_of(operation: str, block_size: Any, k: Any) -> int:
+    """The number of tokens in a block, at most one more than there are keys.
+
+    The first block has all of them then, and is not complete, as with any larger number.
+    """
+    size, keys = size_of(operation, "block_size", block_size), k.shape[1]
+    return size if is_symbolic_dim(keys) else min(size, keys + 1)
 
 
 # --- The compressed branch -------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from ._arguments import (
     static_scale,
     window_pair,
 )
-from ._native_sparse import check_heads, check_values, compressed, cuts_of, gates_of
+from ._native_sparse import block_size_of, check_heads, check_values, compressed, cuts_of, gates_of
 from .flash_attention import FlashAttention
 from .native_sparse_blocks import NativeSparseBlocks, uneven_cuts
 
@@ -106,7 +106,7 @@ def native_sparse_attention_arguments(
     window = None if window is None else window_pair(NAME, window)
     if window is None and g_swa is not None:
         raise value_error(NAME, "g_swa is given without a window; it is the gate of that branch", g_swa=g_swa)
-    cuts, size = cuts_of(NAME, cu_seqlens, q, k), size_of(NAME, "block_size", block_size)
+    cuts, size = cuts_of(NAME, cu_seqlens, q, k), block_size_of(NAME, block_size, k)
     counts = size_of(NAME, "block_counts", block_counts)
     return_block_indices = static_bool(NAME, "return_block_indices", return_block_indices)
     packed = {} if cuts is None else {"cu_seqlens": cuts}

@@ -12,7 +12,7 @@ from ...primitives.native_sparse_blocks import native_sparse_blocks as primitive
 from ...types import CuSeqlens
 from .._operation import Operation, Prepared
 from ._arguments import align, array, size_of
-from ._native_sparse import check_heads, cuts_of
+from ._native_sparse import block_size_of, check_heads, cuts_of
 from ._pages import scale_of_logits
 
 NAME = primitives.name
@@ -66,7 +66,7 @@ def native_sparse_blocks_arguments(
     if (cuts := cuts_of(NAME, cu_seqlens, q, k)) is not None:
         named["cu_seqlens"] = cuts
     scale = scale_of_logits(NAME, softmax_scale, q)
-    spec = NativeSparseBlocksSpec(size_of(NAME, "block_size", block_size), scale)
+    spec = NativeSparseBlocksSpec(block_size_of(NAME, block_size, k), scale)
     return Prepared(align(primitives.forward, named), spec, lambda out: out["block_indices"])
 
 

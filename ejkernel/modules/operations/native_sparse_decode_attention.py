@@ -25,7 +25,7 @@ from ._arguments import (
     static_bool,
     window_pair,
 )
-from ._native_sparse import check_heads, check_values, gates_of
+from ._native_sparse import block_size_of, check_heads, check_values, gates_of
 from ._pages import check_cache, scale_of_logits
 
 NAME = primitives.name
@@ -104,8 +104,9 @@ def native_sparse_decode_attention_arguments(
     arrays = {name: array(NAME, name, x) for name, x in dict(q=q, k=k, v=v, sequence_end=sequence_end).items()}
     given = dict(k_cmp=k_cmp, v_cmp=v_cmp, block_indices=block_indices)
     arrays |= {name: array(NAME, name, x) for name, x in given.items() if x is not None}
-    size, counts = size_of(NAME, "block_size", block_size), size_of(NAME, "block_counts", block_counts)
-    _check(arrays, size)
+    counts = size_of(NAME, "block_counts", block_counts)
+    _check(arrays, size_of(NAME, "block_size", block_size))
+    size = block_size_of(NAME, block_size, arrays["k"])
     gates = gates_of(NAME, arrays["q"], g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
     window = None if window is None else _keys_of_window(window)
     _check_branches(arrays, gates, window)
