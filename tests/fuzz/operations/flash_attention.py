@@ -47,6 +47,7 @@ def programs(draw, sizes):
             operands[name] = " ".join([*axes[:2], "s", "t"] if sizes.paired else axes[first:])
     if sizes.paired and not {"bias", "mask"}.isdisjoint(operands):
         size |= {"s": pick(draw, *sizes.paired), "t": pick(draw, *sizes.paired)}
+        dtypes |= {"bias": "call"} if "bias" in operands else {}
     elif "bias" in operands and chance(draw, 50):
         dtypes["bias"] = pick(draw, *FLOATS)
     if chance(draw, 20):
