@@ -42,17 +42,18 @@ def splits_of(tiles: int, steps: int, processors: int, causal: bool) -> int:
     return min(range(1, min(steps, MOST) + 1), key=time, default=1)
 
 
-def splits_for_cache(group: int, tiles: int, bytes_of_head: int, most: float, processors: int) -> int:
+def splits_for_cache(group: int, kv_heads: int, tiles: int, bytes_of_head: int, most: float, processors: int) -> int:
     """The least splits of a causal tile, of equally many heads each, with which what is in use at once fits in L2.
 
     Args:
         group: query heads that share keys.
+        kv_heads: key/value heads, of all batches.
         tiles: of one key/value head.
         bytes_of_head: of q, do and dq of a query head.
         most: splits whose dk and dv may be kept.
         processors: thread blocks that run at once.
     """
-    in_use = bytes_of_head * group * max(1.0, processors / max(1, tiles))
+    in_use = bytes_of_head * group * min(kv_heads, max(1.0, processors / max(1, tiles)))
     if in_use <= 2 * L2_BYTES:
         return 1
     allowed = [n for n in range(1, group + 1) if group % n == 0 and n <= max(1, most)]

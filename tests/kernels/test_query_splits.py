@@ -43,21 +43,23 @@ def test_splits_pay_for_their_sums(causal):
 
 
 @pytest.mark.parametrize(
-    "group, tiles, length, most, splits",
+    "group, kv_heads, tiles, length, most, splits",
     [
-        (8, 64, 4096, 4, 4),  # 64 thread blocks use 67 MB, and 132 twice as much
-        (8, 64, 4096, 2, 2),
-        (8, 64, 4096, 0.5, 1),
-        (6, 64, 4096, 3, 3),  # as many heads each
-        (2, 128, 8192, 1, 1),
-        (8, 8, 512, 4, 4),  # all heads of the batch at once
-        (1, 2048, 131072, 1, 1),
-        (8, 0, 0, 4, 1),
+        (8, 8, 64, 4096, 4, 4),  # 64 thread blocks use 67 MB, and 132 twice as much
+        (8, 8, 64, 4096, 2, 2),
+        (8, 8, 64, 4096, 0.5, 1),
+        (8, 1, 64, 4096, 4, 1),
+        (6, 8, 64, 4096, 3, 3),  # as many heads each
+        (2, 8, 128, 8192, 1, 1),
+        (8, 64, 8, 512, 4, 4),
+        (8, 1, 1, 64, 4, 1),
+        (1, 8, 2048, 131072, 1, 1),
+        (8, 8, 0, 0, 4, 1),
     ],
 )
-def test_heads_that_fit_in_the_cache(group, tiles, length, most, splits):
+def test_heads_that_fit_in_the_cache(group, kv_heads, tiles, length, most, splits):
     """Of 256 features: 2 KB of q, do and dq for a query."""
-    assert splits_for_cache(group, tiles, 2048 * length, most, 132) == splits
+    assert splits_for_cache(group, kv_heads, tiles, 2048 * length, most, 132) == splits
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ def _splits_for_cache(plan: Plan) -> int:
         return 1
     of_query = (problem.D + problem.V) * problem.dtype.itemsize + 4 * problem.D
     most = problem.H * problem.S * problem.D / (problem.G * problem.K * (problem.D + problem.V))
-    return splits_for_cache(problem.group, plan.tiles, of_query * problem.S, most, plan.processors)
+    kv_heads = problem.G * problem.B
+    return splits_for_cache(problem.group, kv_heads, plan.tiles, of_query * problem.S, most, plan.processors)
 
 
 def gradients(
