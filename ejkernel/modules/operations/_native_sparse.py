@@ -16,6 +16,9 @@ from ...primitives._sharding import explicit_axes
 from ...xla_utils.sequence_blocks import ended_blocks, places, rows_by_ended_blocks
 from ._arguments import array, int32, require_cuts, require_dtype, require_rank, require_same_dtype, size_of
 
+# The largest block that models have: up to it, a block may have more tokens than there are keys.
+LARGEST_BLOCK = 128
+
 # --- Checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -72,12 +75,12 @@ def gates_of(operation: str, q: Any, **given: Any) -> dict[str, Any]:
 
 
 def block_size_of(operation: str, block_size: Any, k: Any) -> int:
-    """The number of tokens in a block, at most one more than there are keys.
+    """The number of tokens in a block; of larger ones than all keys a power of two, of which kernels take multiples.
 
-    The first block has all of them then, and is not complete, as with any larger number.
+    The first block has all keys then, and is not complete, as with any larger number.
     """
     size, keys = size_of(operation, "block_size", block_size), k.shape[1]
-    return size if is_symbolic_dim(keys) else min(size, keys + 1)
+    return size if is_symbolic_dim(keys) else min(size, max(LARGEST_BLOCK, 1 << keys.bit_length()))
 
 
 # --- The compressed branch -------------------------------------------------------------------------------------------
