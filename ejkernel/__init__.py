@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from .xla_utils.garbage_collection import no_garbage_collection as _no_garbage_collection
+from .xla_utils.garbage_collection import to_oldest_generation as _to_oldest_generation
 
 with _no_garbage_collection():
     if "ejkernel.lowering" not in sys.modules:
@@ -27,6 +28,8 @@ with _no_garbage_collection():
     from ._explain import explain
     from ._export import export_checks
     from .errors import ConfigMissError, EjkernelRuntimeError, UnsupportedError
+
+    _to_oldest_generation()
 
 __all__ = [
     "ConfigMissError",

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import re
-import statistics
 import tempfile
 import time
 import warnings
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._cache_directory import cache_directory
 
@@ -115,7 +115,7 @@ def _seconds(probe: Probe, calls: int = 5, repeats: int = 7) -> float:
         start = time.perf_counter()
         jax.block_until_ready([probe.function(*probe.operands) for _ in range(calls)])
         times.append((time.perf_counter() - start) / calls)
-    return statistics.median(times)
+    return float(np.median(times))
 
 
 def _path(device_kind: str) -> Path:

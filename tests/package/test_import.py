@@ -76,6 +76,14 @@ def test_import_adds_little_to_that_of_jax(tmp_path):
     assert min(added / of_jax for of_jax, added in seconds) < 0.5, seconds
 
 
+@pytest.mark.core
+def test_objects_of_an_import_are_not_searched_for_cycles():
+    """As young ones they all would be. What a program has frozen stays so."""
+    watch = "import gc, jax\nfound = []\ngc.callbacks.append(lambda phase, info: found.append(info))"
+    assert output(f"{watch}\n{IMPORTS}\nprint(found, gc.isenabled())") == "[] True\n"
+    assert output(f"import gc, jax\ngc.freeze()\n{IMPORTS}\nprint(gc.get_freeze_count() > 10_000)") == "True\n"
+
+
 # In the folder that is imported from. Without `site`, no .pth file adds installed packages.
 WHERE = f"{IMPORTS}, ejkernel.lowering._rule\nprint(ejkernel.__file__, ejkernel.lowering._rule.__file__)"
 
