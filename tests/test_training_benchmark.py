@@ -68,11 +68,14 @@ def test_the_release_runs_in_its_process_and_not_this_library(tmp_path, monkeypa
 
 
 def test_first_calls(tmp_path, monkeypatch):
-    _, record = record_of(first_call.main, "gemma --length 64", tmp_path, monkeypatch)
-    assert [row["what"] for row in record["rows"]] == ["cold, gemma", "tuned, gemma", "warm, gemma"]
-    cold, tuned, warm = record["rows"]
+    for attempt in "123":  # other work of the machine may slow down one of the processes
+        _, record = record_of(first_call.main, "gemma --length 64", tmp_path / attempt, monkeypatch)
+        assert [row["what"] for row in record["rows"]] == ["cold, gemma", "tuned, gemma", "warm, gemma"]
+        cold, tuned, warm = record["rows"]
+        if warm["compile"] < cold["compile"] / 2:
+            break
     assert all(row[part] > 0 for row in record["rows"] for part in ("start", *first_call.PARTS))
-    assert warm["compile"] < cold["compile"] and "added" in tuned and cold["searches"] == warm["searches"] == 0
+    assert warm["compile"] < cold["compile"] / 2 and "added" in tuned and cold["searches"] == warm["searches"] == 0
 
 
 def test_bars_of_first_calls():
