@@ -16,6 +16,7 @@ class QuantizedMatmulConfig(OperationConfig):
         block_k: features that a tile of a GPU sums over at a time.
         num_warps: warps of a GPU program.
         num_stages: stages of the software pipeline.
+        algorithm: a variant of the algorithm, where several exist.
     """
 
     block_m: int = 128
@@ -23,6 +24,7 @@ class QuantizedMatmulConfig(OperationConfig):
     block_k: int = 64
     num_warps: int = 4
     num_stages: int = 2
+    algorithm: str | None = None
 
     from_kernel_config: ClassVar = {
         "block_m": "block_q",
@@ -30,4 +32,5 @@ class QuantizedMatmulConfig(OperationConfig):
         "block_k": "block_d",
         "num_warps": "num_warps",
         "num_stages": "num_stages",
+        "algorithm": "algorithm",
     }

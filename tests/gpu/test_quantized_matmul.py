@@ -7,6 +7,10 @@ import pytest
 
 import ejkernel
 from ejkernel import quantization
+from ejkernel.kernels._triton.quantized_matmul import configs
+from ejkernel.modules._operation import types_of_call
+from ejkernel.ops.utils.devices import device_target
+from ejkernel.primitives.quantized_matmul import Operands
 
 pytestmark = pytest.mark.gpu
 
@@ -72,3 +76,31 @@ def test_examples_of_a_vmap(bits, transpose):
     run = lambda platform: jax.jit(jax.vmap(lambda x: product(x, *packed, **of, platform=platform)))(x)
     found, wanted = (np.asarray(run(platform), np.float64) for platform in ("triton", "xla"))
     assert error(found, wanted) <= 2 * float(jnp.finfo(jnp.bfloat16).eps) * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("bits", (2, 4, 8))
+@pytest.mark.parametrize("group", (16, 64))
+@pytest.mark.parametrize(
+    "size", ((1, 4096, 4096), (3, 50, 192), (8, 1000, 64), (16, 2048, 11008), (20, 320, 192)), ids=str
+)
+def test_every_config_for_few_rows(size, group, bits, dtype):
+    """Codes that become numbers in registers, and the others, with zeros between codes: at most 2 times the error."""
+    rows, features, columns = size
+    of = dict(bits=bits, group_size=group)
+    array = lambda low, high, shape: jnp.asarray(RNG.uniform(low, high, shape), dtype)
+    codes = jnp.asarray(RNG.integers(0, 2**32, (features, columns * bits // 32), np.uint32))
+    groups = (features, columns // group)
+    packed = codes, array(0.005, 0.05, groups), array(0, 2**bits, groups)
+    x = jnp.asarray(RNG.standard_normal((rows, features)), dtype)
+    dense = quantization.dequantize(*packed, **of)
+    exact = np.asarray(x, np.float64) @ np.asarray(dense, np.float64)
+    formula = jnp.dot(x, dense.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+    named, spec = types_of_call("quantized_matmul", x=x, w=packed[0], scales=packed[1], zeros=packed[2], **of)
+    space = configs.space("quantized_matmul", Operands(**named), spec, device_target())
+    assert any(config.algorithm == "registers" for config in space)
+    for config in space:
+        found = jax.jit(lambda x, *a, config=config: ejkernel.modules.quantized_matmul(x, *a, **of, config=config))(
+            x, *packed
+        )
+        assert error(found, exact) <= 2 * error(formula, exact), str(config)

@@ -45,7 +45,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled launch; the last three fields are by NVIDIA's assembler only.
+    """A compiled launch; four fields are by NVIDIA's assembler only.
 
     Attributes:
         shared: bytes of shared memory.
@@ -54,6 +54,7 @@ class Binary:
         serialized: whether matrix products wait for one another.
         ptx_version: the version of the PTX, as 8.7; "" for an AMD GPU.
         widest_copy: bytes of the widest asynchronous copy of a thread, which have to divide its addresses.
+        ttgir: the program with the layouts of its tensors.
     """
 
     shared: int
@@ -62,6 +63,7 @@ class Binary:
     serialized: bool
     ptx_version: str
     widest_copy: int
+    ttgir: str
 
 
 def launches(monkeypatch, module: Any, call: Callable[[], Any]) -> list[Launch]:
@@ -111,4 +113,5 @@ def binary(launch: Launch, target: GPUTarget) -> Binary:
         "serializ" in said.lower(),
         "".join(re.findall(r"^\.version (\S+)", ptx, re.MULTILINE)),
         max((int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+)", ptx)), default=0),
+        compiled.asm["ttgir"],
     )

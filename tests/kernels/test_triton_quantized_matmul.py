@@ -1,9 +1,16 @@
 """quantized_matmul in Triton: masks, indices and numbers of its kernel, by the interpreter."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import Operand
 from cases.quantized_matmul import case, codes, middle, positive
 
+from ejkernel.kernels._target import lowering_for
+from ejkernel.modules._operation import OPERATIONS
+from ejkernel.primitives.quantized_matmul import Operands, Outputs
+from ejkernel.quantization import dequantize
+from ejkernel.types import Target
 from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
 triton = pytest.importorskip("triton")
@@ -54,3 +61,68 @@ def test_in_the_interpreter(of, parts, monkeypatch):
     monkeypatch.setattr(kernels, "_parts", lambda tiles, steps: min(parts, steps))
     config = QuantizedMatmulConfig(16, 32, 16)
     against_xla.check(of, against_xla.prepared(of), "triton", "gpu", config)
+
+
+# Columns beyond the end; features that are no multiple of a step, and more than a block; rows of several tiles, and of
+# more than one program; every number of bits, and of words.
+REGISTERS = (
+    (4, 16, 3, (40, 48), 16, 16),
+    (4, 32, 8, (64, 96), 32, 32),
+    (4, 64, 20, (50, 192), 8, 64),
+    (8, 16, 9, (34, 64), 4, 32),
+    (8, 32, 1, (96, 32), 16, 16),
+    (2, 32, 5, (32, 96), 32, 32),
+    (2, 16, 16, (18, 16), 16, 16),
+)
+
+
+@pytest.mark.parametrize("parts", (1, 2), ids=("whole", "parts"))
+@pytest.mark.parametrize(("bits", "group", "rows", "sizes", "of_lane", "features"), REGISTERS)
+def test_registers_in_the_interpreter(bits, group, rows, sizes, of_lane, features, parts, monkeypatch):
+    """x · W, and x · Wᵀ in the cotangent of x, as each lane of `mma.sync` has its operands and sums."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    monkeypatch.setattr(kernels, "_takes_ptx", lambda: False)
+    monkeypatch.setattr(kernels, "_parts_in_registers", lambda problem: min(parts, problem.blocks))
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 2**32, (sizes[0], sizes[1] * bits // 32), np.uint32)
+    scales, zeros = (
+        rng.uniform(0.5, most, (sizes[0], sizes[1] // group)).astype(np.float16) for most in (1.5, 2**bits)
+    )
+    x = rng.standard_normal((rows, sizes[0])).astype(np.float16)
+    of = dict(bits=bits, group_size=group)
+    call = lambda x, **of: OPERATIONS["quantized_matmul"].prepare_arguments(x, codes, scales, zeros, **of)
+    config = QuantizedMatmulConfig(16, 16 * of_lane, features, num_warps=2, algorithm="registers", platform="triton")
+    with lowering_for(Target("cuda", "NVIDIA H200")):
+        forward = call(x, **of)
+        operands = Operands(**forward.named)
+        o = kernels.quantized_matmul(*operands, spec=forward.spec, config=config).o
+        backward = call(np.zeros((rows, sizes[1]), np.float16), **of, transpose=True)
+        operands, do = Operands(**backward.named), Outputs(jnp.asarray(x).reshape(1, *x.shape, 1, 1))
+        (dx,) = kernels.quantized_matmul_bwd(operands, None, do, wrt=("x",), spec=backward.spec, config=config)
+    wanted = np.asarray(x, np.float64) @ np.asarray(dequantize(codes, scales, zeros, **of), np.float64)
+    for found in (o, dx):
+        error = np.linalg.norm(np.asarray(found, np.float64).reshape(rows, -1) - wanted)
+        assert error <= 2 * np.finfo(np.float16).eps * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "message"),
+    (
+        ((64, 64), dict(transpose=True), "the codes of a word are contracted"),
+        ((63, 64), {}, "63 features are contracted"),
+        ((64, 64), dict(dtype=np.float32), "scales is float16"),
+        ((64, 64), dict(of_lane=32), "each lane 32 columns"),
+        ((64, 48), dict(of_lane=12), "each lane 12 columns"),
+    ),
+)
+def test_a_config_for_registers_that_does_not_fit(sizes, given, message):
+    """It is refused with the reason, before anything is compiled."""
+    given = dict(given)
+    of_lane, dtype, transpose = given.pop("of_lane", 16), given.pop("dtype", np.float16), given.pop("transpose", False)
+    zeros = np.zeros((sizes[0], sizes[1] // 16), np.float16)
+    codes, x = np.zeros((sizes[0], sizes[1] // 8), np.uint32), np.zeros((2, sizes[1] if transpose else sizes[0]), dtype)
+    options = dict(bits=4, group_size=16, transpose=transpose)
+    prepared = OPERATIONS["quantized_matmul"].prepare_arguments(x, codes, zeros, zeros, **options)
+    config = QuantizedMatmulConfig(16, 32 * of_lane, 32, num_warps=4, algorithm="registers", platform="triton")
+    with lowering_for(Target("cuda", "NVIDIA H200")), pytest.raises(ValueError, match=message):
+        kernels.quantized_matmul(*Operands(**prepared.named), spec=prepared.spec, config=config)

@@ -1,5 +1,7 @@
 """The compiled kernel of quantized_matmul, without a GPU: shared memory, and no spills."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -51,3 +53,23 @@ def test_the_kernel_is_compiled(name, rows, bits, dtype, every, transpose, monke
         found = compiler.binary(launch, compiler.TARGETS[name])
         assert found.shared <= configs.shared_memory("quantized_matmul", x, config), (str(launch), found)
         assert found.spilled == 0 and not found.serialized, (str(launch), found)
+
+
+@pytest.mark.parametrize("name", ("sm_80", pytest.param("sm_120", marks=pytest.mark.slow), "sm_90"))
+def test_lanes_of_registers(name, monkeypatch):
+    """Instructions of `mma.sync` take element l of each 32 from lane l: no tensor in the loop has another layout."""
+    x, spec = operands_of(8, 4, False, jnp.dtype("bfloat16"))
+    target = Target("cuda", KINDS[name])
+    config = configs.space("quantized_matmul", x, spec, target)[0]
+    assert config.algorithm == "registers"
+    with lowering_for(target):
+        call = lambda: kernels.quantized_matmul(*(jnp.zeros(a.shape, a.dtype) for a in x), spec=spec, config=config)
+        (launch,) = compiler.launches(monkeypatch, _launch, call)
+    ttgir = compiler.binary(launch, compiler.TARGETS[name]).ttgir
+    lanes = rf"sizePerThread = \[1\], threadsPerWarp = \[32\], warpsPerCTA = \[{config.num_warps}\], order = \[0\]"
+    (layout,) = re.findall(rf"^(#\w+) = #ttg.blocked<{{{lanes}}}>", ttgir, re.MULTILINE)
+    of_instructions = re.findall(r"tt\.elementwise_inline_asm.*:(.*) loc", ttgir)
+    assert len(of_instructions) > 8
+    assert set(re.findall(r"#\w+", " ".join(of_instructions))) == {layout}
+    (loop,) = re.findall(r"scf\.for.*?scf\.yield", ttgir, re.DOTALL)
+    assert "convert_layout" not in loop

@@ -1,7 +1,8 @@
 """quantized_matmul in Triton: products of few rows, as in decoding (CUDA from sm_80 on, and ROCm).
 
-Codes are read once, and become numbers in registers: what bounds such a product is the memory that they take. With more
-rows the same codes would become numbers for each block of them; then XLA, which does it once, is left to it.
+Codes are read once, and become numbers on the way: in registers, in the layout of a product (registers.py), or beside
+shared memory (kernels.py). With more rows the same codes would become numbers for each block of them; then XLA, which
+does it once, is left to it.
 Triton and jax-triton are imported only when a kernel is first needed.
 """
 
@@ -37,8 +38,8 @@ def supports(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> s
 
 _kernels = _launch.trio(__name__, "quantized_matmul", QuantizedMatmulSpec, Operands, Outputs, QuantizedMatmulConfig)
 
-quantized_matmul = _kernels.forward("kernels", supports)
-quantized_matmul_jvp = _kernels.tangent("kernels", supports)
-quantized_matmul_bwd = _kernels.backward("kernels", supports)
+quantized_matmul = _kernels.forward("kernels", supports, ("registers",))
+quantized_matmul_jvp = _kernels.tangent("kernels", supports, ("registers",))
+quantized_matmul_bwd = _kernels.backward("kernels", supports, ("registers",))
 
 _kernels.register("quantized_matmul", quantized_matmul, quantized_matmul_jvp, quantized_matmul_bwd)

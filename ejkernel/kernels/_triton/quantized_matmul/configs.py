@@ -1,4 +1,4 @@
-"""Which configs the kernel of quantized_matmul is run with: block_n columns of a tile, block_k features at a time.
+"""Which configs the kernels of quantized_matmul are run with: block_n columns of a program, block_k features at a time.
 
 block_m is all rows, a power of two from 16 on; with fewer than all the kernel reads the codes for each block of them.
 The order is that of the times on an H200.
@@ -14,20 +14,59 @@ TILES = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3), (128, 128, 8, 3), (32,
 SMALLEST = (16, 16, 1, 1)  # where none of the list fits into the shared memory of the target
 MOST_ROWS = 64
 
+REGISTERS = "registers"
+"""The algorithm of registers.py."""
+# (columns of a lane, features, warps, stages); with few rows a lane has the registers for more columns.
+OF_LANES = ((16, 32, 8, 2), (16, 64, 8, 2), (8, 32, 8, 2), (8, 64, 4, 2))
+OF_LANES_AND_FEW_ROWS, FEW_ROWS = ((32, 32, 8, 2), (16, 32, 8, 2), *OF_LANES[1:]), 8
+MOST_ROWS_IN_REGISTERS = 32
+WORDS = (1, 2, 4)
+
 
 def space(operation: str, operands: Operands, spec: QuantizedMatmulSpec, target: Target) -> list[QuantizedMatmulConfig]:
-    """Tiles that fit, the likeliest first."""
+    """Configs that fit, the likeliest first."""
     limit = shared_memory_limit(target)
     first = TILES[:2] if rows_of_tile(operands) < MOST_ROWS else TILES[1::-1]
     configs = [_config(operands, tile) for tile in (*first, *TILES[2:], SMALLEST)]
+    if not registers_refusal(operation, operands, spec, target):
+        configs = _in_registers(operands, spec) + configs
     fitting = [config for config in configs[:-1] if shared_memory(operation, operands, config) <= limit]
     return fitting or configs[-1:]
 
 
-def _config(operands: Operands, tile: tuple[int, int, int, int]) -> QuantizedMatmulConfig:
+def registers_refusal(
+    operation: str, operands: Operands, spec: QuantizedMatmulSpec, target: Target, most: int = MOST_ROWS_IN_REGISTERS
+) -> str | None:
+    """Why codes of these operands are not made numbers in registers, or None."""
+    if target.platform != "cuda":
+        return f"registers are laid out for mma.sync of PTX, which {target.platform} does not have"
+    if operation.endswith("_bwd") != spec.transpose:
+        return "the codes of a word are contracted; registers have them as columns of the product"
+    dtypes = {name: getattr(operands, name).dtype.name for name in ("x", "scales", "zeros")}
+    if len(set(dtypes.values())) > 1:
+        return ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items()) + "; they have to be alike"
+    if (features := operands.w.shape[1] * operands.w.shape[2]) % 2:
+        return f"{features} features are contracted; registers have pairs of them"
+    if (rows := operands.x.shape[0] * operands.x.shape[1]) > most:
+        return f"x has {rows} rows; with more than {most} registers are slower"
+    return None
+
+
+def _in_registers(operands: Operands, spec: QuantizedMatmulSpec) -> list[QuantizedMatmulConfig]:
+    columns = operands.w.shape[3] * operands.w.shape[4] * spec.group_size
+    few = operands.x.shape[0] * operands.x.shape[1] <= FEW_ROWS
+    return [
+        _config(operands, (8 * warps * of_lane, features, warps, stages), REGISTERS)
+        for of_lane, features, warps, stages in (OF_LANES_AND_FEW_ROWS if few else OF_LANES)
+        if of_lane * spec.bits / 32 in WORDS and spec.group_size % of_lane == columns % of_lane == 0
+    ]
+
+
+def _config(operands: Operands, tile: tuple[int, int, int, int], algorithm: str | None = None) -> QuantizedMatmulConfig:
     columns, features, warps, stages = tile
-    of = dict(platform=Platform.TRITON, backend=Backend.GPU)
-    return QuantizedMatmulConfig(rows_of_tile(operands), columns, features, num_warps=warps, num_stages=stages, **of)
+    rows = rows_of_tile(operands) if algorithm is None else 16
+    of = dict(algorithm=algorithm, platform=Platform.TRITON, backend=Backend.GPU)
+    return QuantizedMatmulConfig(rows, columns, features, num_warps=warps, num_stages=stages, **of)
 
 
 def rows_of_tile(operands: Operands) -> int:
@@ -43,7 +82,9 @@ def smallest_memory(operands: Operands) -> int:
 
 
 def shared_memory(operation: str, operands: Operands, config: QuantizedMatmulConfig) -> int:
-    """`tiles_memory` of a config."""
+    """Bytes of shared memory of a program: `tiles_memory`, or the sums of registers on their way to device memory."""
+    if config.algorithm == REGISTERS:
+        return 4 * config.block_m * config.block_n
     sizes = (config.block_m, config.block_n, config.block_k, config.num_stages)
     return tiles_memory(*sizes, operands.x.dtype.itemsize)
 

@@ -1,4 +1,4 @@
-"""The kernel of quantized_matmul: few rows times a matrix of affine codes, or times its transpose.
+"""The kernels of quantized_matmul: few rows times a matrix of affine codes, or times its transpose.
 
 A program has a tile of columns and a part of the contracted features, which is cut into parts where there are fewer
 tiles than keep the device busy; the sums of parts are added up in a second step, in order: every run gives the same
@@ -24,7 +24,11 @@ from ejkernel.kernels._xla import quantized_matmul as xla
 from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMatmulSpec
 from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
-PROGRAMS_PER_CORE = 4
+from . import fragments
+from .configs import REGISTERS, WORDS, registers_refusal
+from .registers import product_in_registers
+
+PROGRAMS_PER_CORE, WARPS_PER_CORE = 4, 16
 LEAST_STEPS = 4
 """Tiles of features that a part has at the least: fewer would not fill the pipeline."""
 
@@ -111,27 +115,64 @@ def _product(
 ) -> jax.Array:
     """The rows [b, m, …] of x times the matrix of the codes, [b · m, columns] in the dtype of x."""
     _, k, n, g, h, _ = of.w.shape
-    rows = x.shape[0] * x.shape[1]
-    shape = (rows, k * n, g * h * spec.group_size, spec.bits, spec.group_size, over_rows)
-    problem = Problem(*shape, parts=1, ptx=_takes_ptx())
-    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(problem.columns, config.block_n)
-    problem = replace(problem, parts=_parts(tiles, triton.cdiv(problem.features, config.block_k)))
+    rows, R, C = x.shape[0] * x.shape[1], k * n, g * h * spec.group_size
+    if config.algorithm == REGISTERS:
+        problem = in_registers(rows, R, C, of, over_rows, spec, config)
+        kernel, blocks, programs = product_in_registers, {}, problem.programs_of_part * problem.parts
+    else:
+        problem = Problem(rows, R, C, spec.bits, spec.group_size, over_rows, parts=1, ptx=_takes_ptx())
+        tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(problem.columns, config.block_n)
+        problem = replace(problem, parts=_parts(tiles, triton.cdiv(problem.features, config.block_k)))
+        kernel, programs = product_kernel, problem.parts * tiles
+        blocks = dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
     whole = problem.parts == 1
+    shape = (problem.parts, rows, C if over_rows else R)
     o = _launch.launch(
-        product_kernel,
-        x.reshape(rows, problem.features),
+        kernel,
+        x.reshape(rows, R if over_rows else C),
         of.w,
         of.scales,
         of.zeros,
-        out_type=jax.ShapeDtypeStruct((problem.parts, rows, problem.columns), x.dtype if whole else jnp.float32),
-        grid=problem.parts * tiles,
+        out_type=jax.ShapeDtypeStruct(shape, x.dtype if whole else jnp.float32),
+        grid=programs,
         config=config,
         problem=problem,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
+        **blocks,
     )
     return o[0] if whole else o.sum(0).astype(x.dtype)
+
+
+def in_registers(
+    rows: int, R: int, C: int, of: Operands, over_rows: bool, spec: QuantizedMatmulSpec, config: QuantizedMatmulConfig
+) -> fragments.Problem:
+    """The problem of registers.py for a call with a config.
+
+    Raises:
+        ValueError: the config is one for other shapes or dtypes.
+    """
+    operation = "quantized_matmul" if over_rows != spec.transpose else "quantized_matmul_bwd"
+    if wrong := registers_refusal(operation, of, spec, gpu_target(), most=rows):
+        raise ValueError(f"{operation}: config.algorithm is {REGISTERS}, but {wrong}")
+    of_lane = config.block_n // (8 * config.num_warps)
+    words, steps = of_lane * spec.bits // 32, config.block_k // fragments.FEATURES_OF_STEP
+    if words not in WORDS or of_lane * spec.bits % 32 or spec.group_size % of_lane or C % of_lane:
+        raise ValueError(
+            f"{operation}: config.block_n gives each lane {of_lane} columns; in registers these must be codes of "
+            f"{WORDS} words, and divide the group of {spec.group_size} and all {C} columns"
+        )
+    sizes = dict(words=words, steps=steps, warps=config.num_warps, ahead=config.num_stages > 1, ptx=_takes_ptx())
+    problem = fragments.Problem(
+        rows,
+        R,
+        C,
+        spec.bits,
+        spec.group_size,
+        of.x.dtype.name,
+        1,
+        tiles=min(config.block_m // 8, -(-rows // 8)),
+        **sizes,
+    )
+    return replace(problem, parts=_parts_in_registers(problem))
 
 
 def _takes_ptx() -> bool:
@@ -142,6 +183,13 @@ def _parts(tiles: int, steps: int) -> int:
     """The number of parts of the sum over features: as many as keep the device busy, but of some steps each."""
     wanted = PROGRAMS_PER_CORE * (_launch.multiprocessors() or 1) / tiles
     return max(1, min(math.ceil(wanted), steps // LEAST_STEPS))
+
+
+def _parts_in_registers(problem: fragments.Problem) -> int:
+    """As many as have as many warps at once as registers are for; none is empty, as each begins with a read."""
+    at_once = WARPS_PER_CORE // problem.warps * (_launch.multiprocessors() or 1)
+    wanted = max(1, min(at_once // problem.programs_of_part, problem.blocks // LEAST_STEPS))
+    return triton.cdiv(problem.blocks, triton.cdiv(problem.blocks, wanted))
 
 
 @triton.jit
