@@ -8,6 +8,7 @@ P = 1 puts N outermost, which needs no copy for a leading mapped axis. P = L put
 P = G folds N into the query heads of each group, so that unmapped keys and values are shared rather than repeated.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..errors import value_error
 from ._axes import Axes, Table, is_broadcast, position
-from ._sharding import Layout, explicit_axes
+from ._sharding import Layout, explicit_axes, names_of
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,36 @@ def unfold_result(x: Any, of: Axes, fold: Fold, size: int) -> Any:
     return jnp.moveaxis(x, at, 0)
 
 
-def reshape_axes(x: Any, at: int, taken: int, given: tuple[int, ...]) -> Any:
-    """Replaces `taken` axes from `at` by axes of sizes `given`; the first one gets the mesh axes of a sharded axis."""
+def split_axis(operation: str, name: str, x: Any, at: int, given: tuple[int, ...], target: int, what: str) -> Any:
+    """Replaces axis `at` of an operand by axes of sizes `given`, of which `target` gets the mesh axes of a sharded one.
+
+    Raises if these do not divide it; `what` says of what it is the number.
+    """
+    aval = jax.typeof(x)
+    entry = _spec(x)[at]
+    parts = math.prod(aval.sharding.mesh.shape[mesh_axis] for mesh_axis in names_of(entry))
+    if entry is not None and given[target] % parts:
+        raise value_error(
+            operation,
+            f"{given[target]} {what} cannot be sharded over the {parts} devices of {entry!r}; use fewer devices",
+            **{name: x},
+        )
+    return reshape_axes(x, at, 1, given, target)
+
+
+def reshape_axes(x: Any, at: int, taken: int, given: tuple[int, ...], target: int | None = None) -> Any:
+    """Replaces `taken` axes from `at` by axes of sizes `given`; `target` gets the mesh axes of a sharded axis.
+
+    It is by default the first that is not 1.
+    """
     new = (*x.shape[:at], *given, *x.shape[at + taken :])
     aval = jax.typeof(x)
     if not explicit_axes(aval):
         return x.reshape(new)
     spec = _spec(x)
     entries = [entry for entry in spec[at : at + taken] if entry is not None]
-    target = next((i for i, size in enumerate(given) if size != 1), 0)
+    if target is None:
+        target = next((i for i, size in enumerate(given) if size != 1), 0)
     kept = [entries[0] if entries and i == target else None for i in range(len(given))]
     sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*spec[:at], *kept, *spec[at + taken :]))
     return jax.lax.reshape(x, new, out_sharding=sharding)

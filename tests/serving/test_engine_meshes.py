@@ -41,6 +41,14 @@ def test_an_embedding_that_is_the_output_matrix_too_is_split_by_the_vocabulary(p
     assert split.weights["embedding"].addressable_shards[0].data.shape == (32, 32)
 
 
+@pytest.mark.slow
+def test_one_head_of_the_cache_on_a_mesh_of_one_device(prompts):
+    decoder, limits = Decoder(64, 32, 4, 1, 8, 64, (None,)), Limits(**LIMITS | dict(buckets=(16,)))
+    mesh = jax.make_mesh((1,), (HEADS,), devices=jax.devices()[:1])
+    of = lambda mesh: Engine(decoder, random_weights(decoder, jax.random.key(1), mesh=mesh), limits, mesh)
+    assert of(mesh).generate(prompts) == of(None).generate(prompts)
+
+
 def test_a_mesh_that_does_not_divide_the_model_is_refused(decoder, weights):
     for axis, message in ((HEADS, "kv_heads is 2; 4 devices must divide it"), ("x", "it must have one, 'heads'")):
         with pytest.raises(ValueError, match=message):

@@ -172,3 +172,50 @@ def test_dropout_in_a_shard_map_of_ones_own():
     alike, own = over(False)(x, key), over(True)(x, key)
     assert all(np.array_equal(alike[0], part) for part in alike[1:])
     assert not any(np.array_equal(own[0], part) for part in own[1:])
+
+
+# --- Axes of which one has several things for a head or a group -------------------------------------------------------
+
+
+def paged(groups, devices):
+    """A call of ragged_page_attention_v3 over so many key/value heads, with the pool split over a mesh axis."""
+    mesh = jax.make_mesh((devices,), ("y",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:devices])
+    pool = jax.device_put(np.ones((4, 4, 2 * groups, 8), np.float32), NamedSharding(mesh, P(None, None, "y")))
+    q, kv = (np.ones((3, heads, 8), np.float32) for heads in (4, groups))
+    tables = dict(context_lens=np.array([3]), block_tables=np.array([[2]]), query_start_loc=np.array([0, 3]))
+    return dict(q=q, kv_pages=pool) | tables | dict(num_seqs=1), dict(k=kv, v=kv)
+
+
+def test_a_pool_of_fewer_heads_than_devices():
+    """Keys and values of a head are neighbours on one axis: four devices divide it, but not its two heads."""
+    for groups, devices in ((2, 4), (1, 2)):
+        call, new = paged(groups, devices)
+        for operation, given in (
+            (ejkernel.lax.ragged_page_attention, {}),
+            (ejkernel.lax.ragged_page_attention_v3, new),
+        ):
+            with pytest.raises(ValueError, match=f"{groups} key/value heads cannot be sharded over the {devices} dev"):
+                operation(**call, **given)
+
+
+def test_a_pool_of_one_head_on_one_device():
+    """The axis is split over a mesh axis of one device, and the pool keeps its type, as the carry of a scan has to."""
+    call, new = paged(1, 1)
+    step = lambda pool, _: ejkernel.lax.ragged_page_attention_v3(**call | new | dict(kv_pages=pool))[::-1]
+    pool, o = jax.lax.scan(step, call["kv_pages"], length=2)
+    assert jax.typeof(pool) == jax.typeof(call["kv_pages"])
+    np.testing.assert_allclose(o, np.ones((2, 3, 4, 8)), rtol=1e-6)
+    np.testing.assert_allclose(ejkernel.lax.ragged_page_attention(**call), o[0], rtol=1e-6)
+
+
+def test_groups_of_codes_that_devices_do_not_divide():
+    mesh = mesh_of(shape=(4, 2))
+    split = lambda x: jax.device_put(x, NamedSharding(mesh, P(None, "y")))
+    x, codes, scales = np.ones((4, 96), np.float32), np.zeros((96, 12), np.uint32), np.ones((96, 3), np.float32)
+    product = partial(ejkernel.lax.quantized_matmul, mode="nf4", group_size=32)
+    for name, call in {
+        "w": lambda: product(x, split(codes), scales),
+        "x": lambda: product(split(x), codes, scales, transpose=True),
+    }.items():
+        with pytest.raises(ValueError, match=f"quantized_matmul: 3 groups of {name} cannot be sharded over the 2 dev"):
+            call()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
@@ -12,7 +13,9 @@ from ...errors import shown as shown_value
 from ...errors import type_error, value_error
 from ...kernels._page_plan import decode_rows, ragged_rows, work_list
 from ...ops.utils.operands import is_array, random_like
+from ...primitives._batching import reshape_axes, split_axis
 from ...primitives._pages import CacheSpec
+from ...primitives._sharding import explicit_axes
 from ._arguments import (
     array,
     array_or_none,
@@ -85,6 +88,20 @@ def check_heads(operation: str, q, name: str, x, groups: int, features: int) -> 
         raise value_error(
             operation, f"{name} has {features} features but q has {q.shape[-1]}; {rule}", **{"q": q, name: x}
         )
+
+
+def by_heads(operation: str, kv_pages: Any) -> Any:
+    """kv_pages [p,s,2g,d] as [1,p,s,g,2,d]: where devices split the third axis, they split the heads."""
+    groups = kv_pages.shape[2] // 2
+    return split_axis(operation, "kv_pages", kv_pages, 2, (groups, 2), 0, "key/value heads")[None]
+
+
+def as_pool(pages: Any, kv_pages: Any) -> Any:
+    """Pages [1,p,s,g,2,d] in the shape of kv_pages, and split as it is: primitives leave a single head whole."""
+    pool, like = reshape_axes(pages, 3, 2, (kv_pages.shape[2],))[0], jax.typeof(kv_pages)
+    if not explicit_axes(like) or jax.typeof(pool).sharding == like.sharding:
+        return pool
+    return jax.sharding.reshard(pool, like.sharding)
 
 
 def check_tables(operation: str, context_lens, block_tables, query_start_loc=None) -> None:

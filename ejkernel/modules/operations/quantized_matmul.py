@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, UInt8, UInt32
 
 from ...errors import value_error
 from ...ops.utils.operands import random_like
-from ...primitives._batching import reshape_axes
+from ...primitives._batching import reshape_axes, split_axis
 from ...primitives.quantized_matmul import Operands, QuantizedMatmulSpec
 from ...primitives.quantized_matmul import quantized_matmul as algorithm
 from ...quantization import Format, Mode, format_of
@@ -77,14 +77,18 @@ def quantized_matmul_arguments(
     batched = x if len(x.shape) == 3 else x[None]
     rows, groups = scales.shape
     first, last = ((1, rows), (1, groups)) if transpose else ((rows, 1), (groups, 1))
-    per_group = lambda a, *words: reshape_axes(reshape_axes(a, 1, 1, (*last, *words)), 0, 1, (1, *first))
-    features = (1, groups, of.group_size) if transpose else (rows, 1, 1)
+
+    def per_group(name: str, a: Array, *words: int) -> Array:
+        of_groups = split_axis(NAME, name, a, 1, (*last, *words), int(transpose), f"groups of {name}")
+        return reshape_axes(of_groups, 0, 1, (1, *first))
+
+    features, which = ((1, groups, of.group_size), 1) if transpose else ((rows, 1, 1), 0)
     operands = Operands(
-        reshape_axes(batched, 2, 1, features),
-        per_group(w, of.words),
-        per_group(scales),
+        split_axis(NAME, "x", batched, 2, features, which, "groups of x"),
+        per_group("w", w, of.words),
+        per_group("scales", scales),
         jnp.arange(1 if transpose else of.group_size, dtype=jnp.int32)[None],
-        None if zeros is None else per_group(zeros),
+        None if zeros is None else per_group("zeros", zeros),
     )
     named = align(algorithm.forward, {name: a for name, a in operands._asdict().items() if a is not None})
 

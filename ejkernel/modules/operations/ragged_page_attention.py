@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int8, Int32, Integer
 
 from ...errors import value_error
-from ...primitives._batching import reshape_axes
 from ...primitives.ragged_page_attention import Operands
 from ...primitives.ragged_page_attention import ragged_page_attention as primitives
 from ...types import Sinks, Window
@@ -19,6 +18,7 @@ from ._attention import sinks_of_heads
 from ._pages import (
     RENAMED,
     PageScale,
+    by_heads,
     cache_spec,
     check_cache,
     check_heads,
@@ -114,7 +114,7 @@ def ragged_page_attention_arguments(
     (tokens, heads, _), groups, count = q.shape, kv_pages.shape[2] // 2, tables["context_lens"].shape[0]
     operands = Operands(
         q[None],
-        reshape_axes(kv_pages[None], 3, 1, (groups, 2)),
+        by_heads(NAME, kv_pages),
         **{name: int32(x)[None] for name, x in tables.items()},
         num_seqs=count_of_sequences(NAME, num_seqs, **tables),
         sinks=sinks_of_heads(NAME, sinks, heads, q),

@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from ...errors import value_error
-from ...primitives._batching import reshape_axes
 from ...primitives.ragged_page_attention_v3 import Operands
 from ...primitives.ragged_page_attention_v3 import ragged_page_attention_v3 as primitives
 from ...types import Sinks, Window
@@ -17,7 +16,7 @@ from ...types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_dtype, require_rank, require_same_dtype, static_bool
 from ._attention import sinks_of_heads
-from ._pages import RENAMED, cache_spec, check_tables, count_of_sequences, synthetic_step
+from ._pages import RENAMED, as_pool, by_heads, cache_spec, check_tables, count_of_sequences, synthetic_step
 
 NAME = primitives.name
 
@@ -98,7 +97,7 @@ def ragged_page_attention_v3_arguments(
         q[None],
         k[None],
         v[None],
-        reshape_axes(kv_pages[None], 3, 1, (kv_pages.shape[2] // 2, 2)),
+        by_heads(NAME, kv_pages),
         **{name: int32(x)[None] for name, x in tables.items()},
         num_seqs=num_seqs,
         sinks=sinks_of_heads(NAME, sinks, q.shape[1], q),
@@ -106,7 +105,7 @@ def ragged_page_attention_v3_arguments(
     named = align(primitives.forward, {name: x for name, x in operands._asdict().items() if x is not None})
 
     def finish(out: dict[str, Any]):
-        pool = reshape_axes(out["new_pages"], 3, 2, (kv_pages.shape[2],))[0]
+        pool = as_pool(out["new_pages"], kv_pages)
         return (out["o"][0], out["lse"][0], pool) if return_lse else (out["o"][0], pool)
 
     return Prepared(named, spec, finish)
