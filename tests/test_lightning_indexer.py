@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernels.latent_pages import step, tree
 from kernels.paged import close, in_pages, keys_of
@@ -148,6 +148,19 @@ def test_devices_with_steps_of_their_own():
         call = jax.shard_map(lambda x: lax.lightning_indexer(**x, top_k=7), mesh=mesh, in_specs=specs, out_specs=P("x"))
         wanted = [formula(steps[0] | {n: x[n] for n in split}, 7) for x in steps]
         np.testing.assert_array_equal(jax.jit(call)(joined), np.concatenate(wanted))
+
+
+def test_explicit_axes_that_must_be_whole():
+    """Tokens, pages and tables; heads and features may be split."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    call, x = jax.jit(partial(lax.lightning_indexer, top_k=7)), indexed()
+    for name, spec in (("q", P(None, None, "x")), ("pages", P(None, None, "x"))):
+        placed = x | {name: jax.device_put(x[name], NamedSharding(mesh, spec))}
+        np.testing.assert_array_equal(call(**placed), formula(x, 7))
+    for name, axis in (("q", 0), ("weights", 0), ("pages", 0), ("pages", 1), ("context_lens", 0), ("block_tables", 0)):
+        placed = x | {name: jax.device_put(x[name], NamedSharding(mesh, P(*[None] * axis, "x")))}
+        with pytest.raises(ValueError, match=f"lightning_indexer: axis {axis} of {name} is sharded over 'x'; it must"):
+            call(**placed)
 
 
 def test_it_can_be_exported_with_a_symbolic_number_of_tokens():

@@ -184,6 +184,15 @@ def test_sequences_that_are_split_have_a_plan_of_them_all(types):
     close(jax.jit(lax.page_attention)(**placed), wanted)
 
 
+def test_a_plan_of_lengths_that_are_split():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    split = lambda x: jax.device_put(np.asarray(x, np.int32), NamedSharding(mesh, P("x")))
+    ragged = dict(query_start_loc=split(range(4)), num_tokens=4)
+    for given, name in ((dict(context_lens=split([5, 9])), "context_lens"), (ragged, "query_start_loc")):
+        with pytest.raises(ValueError, match=f"page_plan: axis 0 of {name} is sharded over 'x'; it must be whole"):
+            lax.page_plan(**dict(context_lens=np.array([5, 9, 7]), page_size=PAGE) | given)
+
+
 WRONG = {
     "rank": (dict(context_lens=np.zeros((2, 2), int)), ValueError, "context_lens has 2 axes; it must have 1"),
     "floats": (dict(context_lens=np.zeros(2, np.float32)), TypeError, "context_lens has dtype float32; it must be an"),

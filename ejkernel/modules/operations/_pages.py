@@ -120,6 +120,21 @@ def check_tables(operation: str, context_lens, block_tables, query_start_loc=Non
         raise value_error(operation, f"query_start_loc must have {count + 1} entries, one more than sequences", **shown)
 
 
+def require_whole(operation: str, axes: int, **arrays: Any) -> None:
+    """Raises if Explicit axes of a mesh split one of the first `axes` axes of an array."""
+    for name, x in arrays.items():
+        aval = jax.typeof(x)
+        spec = aval.sharding.spec[:axes] if explicit_axes(aval) else ()
+        for axis, entry in enumerate(spec):
+            if entry is not None:
+                raise value_error(
+                    operation,
+                    f"axis {axis} of {name} is sharded over {entry!r}; it must be whole: reshard it, or call "
+                    "the operation inside jax.shard_map, where each device has a step of its own",
+                    **{name: x},
+                )
+
+
 def count_of_sequences(operation: str, num_seqs, **tables: Any):
     """num_seqs as [1, 1] int32, at most the number of sequences in the tables."""
     count = tables["context_lens"].shape[0]

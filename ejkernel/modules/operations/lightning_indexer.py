@@ -8,7 +8,7 @@ from ...errors import type_error, value_error
 from ...kernels._xla._index_scores import Indexed, best_keys
 from .._composed import composed
 from ._arguments import array, int32, require_dtype, require_rank, size_of, vary_alike
-from ._pages import check_cache, check_tables, count_of_sequences, mask_of_drafts, scale_of_pages
+from ._pages import check_cache, check_tables, count_of_sequences, mask_of_drafts, require_whole, scale_of_pages
 
 NAME = "lightning_indexer"
 
@@ -37,9 +37,9 @@ def lightning_indexer(
     and lists the top_k of them, in descending order; of equal scores the earlier position comes first.
     `multi_latent_page_attention` takes the lists as `indices`, with the same lengths, and block tables of its own pool.
     Scores are computed for a block of tokens at a time, so that those of all tokens are never in memory together. It
-    has no derivative: indexers are trained on their scores. Scores are sums over all heads, and blocks are taken from
-    all tokens: on an Explicit mesh q and weights must not be split along heads or tokens, and `jax.vmap` must not map
-    an array along a split axis. Inside `jax.shard_map` each device may have a step of its own.
+    has no derivative: indexers are trained on their scores. Blocks are taken from all tokens and pages: on an Explicit
+    mesh these must not be split, nor the tables, and `jax.vmap` must not map an array along a split axis. Inside
+    `jax.shard_map` each device may have a step of its own.
 
     The caller applies rotary embeddings, or other functions of the model, to q and k before. A positive factor that all
     weights share does not affect the choice.
@@ -78,6 +78,8 @@ def lightning_indexer(
         rule = "they must be equal"
         raise value_error(NAME, f"pages has {pages.shape[2]} features but q has {q.shape[2]}; {rule}", q=q, pages=pages)
     check_tables(NAME, **tables)
+    require_whole(NAME, 1, q=q, weights=weights)
+    require_whole(NAME, 2, pages=pages, **tables)
     scale, mask = scale_of_pages(NAME, "k_scale", k_scale, pages, 1, q), mask_of_drafts(NAME, draft_mask, q.shape[0])
     step = Indexed(
         q,

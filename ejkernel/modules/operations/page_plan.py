@@ -12,7 +12,7 @@ from ...types import Window
 from .._composed import composed
 from ._arguments import array, int32, require_dtype, require_rank, size_of, window_pair
 from ._attention import FAR
-from ._pages import count_of_sequences
+from ._pages import count_of_sequences, require_whole
 
 NAME = "page_plan"
 
@@ -78,6 +78,7 @@ def page_plan(
     require_dtype(NAME, np.integer, "an integer type", context_lens=context_lens)
     if context_lens.shape[0] == 0:
         raise value_error(NAME, "context_lens has 0 sequences; there must be some", context_lens=context_lens)
+    require_whole(NAME, 1, context_lens=context_lens)
     left = window_pair(NAME, window)[0]
     sizes = dict(page_size=page_size, workers=workers, tokens_per_item=tokens_per_item)
     if missing := [name for name, x in sizes.items() if x is None]:
@@ -113,6 +114,7 @@ def _check_starts(context_lens, starts, num_tokens) -> None:
     shown = dict(context_lens=context_lens, query_start_loc=starts)
     require_rank(NAME, 1, "sequences + 1", query_start_loc=starts)
     require_dtype(NAME, np.integer, "an integer type", query_start_loc=starts)
+    require_whole(NAME, 1, query_start_loc=starts)
     if starts.shape[0] != context_lens.shape[0] + 1:
         wanted = f"{context_lens.shape[0] + 1} entries, one more than sequences"
         raise value_error(NAME, f"query_start_loc must have {wanted}", **shown)
