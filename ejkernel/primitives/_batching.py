@@ -24,12 +24,16 @@ from ._sharding import Layout, explicit_axes, names_of
 
 @dataclass(frozen=True)
 class Fold:
-    """The fold of a mapped axis of size `count` into axis `letter` of size `size`, after `major` major parts."""
+    """The fold of a mapped axis of size `count` into axis `letter` of size `size`, after `major` major parts.
+
+    `is_split` tells whether devices split that axis: these parts of it then, and otherwise, if any, the mapped axis.
+    """
 
     letter: str
     count: int
     size: int
     major: int
+    is_split: bool
 
 
 def choose(
@@ -52,9 +56,12 @@ def choose(
         mapped = {name for name in arrays if dims[name] is not None}
         spread = {n for n in arrays if (i := position(table[n], heads)) is not None and shapes[n][i] == size_of(heads)}
         if shared and not shared & mapped and mapped <= spread and all(_is_whole(table[r], heads) for r in results):
-            return Fold(heads, count, size_of(heads), size_of(groups))
-    batch = size_of(layout.fold)
-    return Fold(layout.fold, count, batch, batch if _is_sharded(table, layout.fold, arrays, dims) else 1)
+            is_split = any(_is_sharded(table, letter, arrays, dims) for letter in layout.group)
+            # All heads share a single key/value head, in any order.
+            major = size_of(heads) if is_split and size_of(groups) == 1 else size_of(groups)
+            return Fold(heads, count, size_of(heads), major, is_split)
+    batch, is_split = size_of(layout.fold), _is_sharded(table, layout.fold, arrays, dims)
+    return Fold(layout.fold, count, batch, batch if is_split else 1, is_split)
 
 
 def fold_operand(x: Any, dim: int | None, of: Axes, fold: Fold, *, paired: bool) -> Any:
@@ -79,7 +86,7 @@ def fold_operand(x: Any, dim: int | None, of: Axes, fold: Fold, *, paired: bool)
 def unfold_result(x: Any, of: Axes, fold: Fold, size: int) -> Any:
     """A result with the mapped axis as its first one again; `size` is that of the axis without the folded one."""
     at = position(of, fold.letter)
-    x = reshape_axes(x, at, 1, (fold.major, fold.count, fold.size // fold.major))
+    x = reshape_axes(x, at, 1, (fold.major, fold.count, fold.size // fold.major), 0 if fold.is_split else 1)
     x = reshape_axes(jnp.swapaxes(x, at, at + 1), at + 1, 2, (fold.size,))
     if size != fold.size:  # the cotangent of an operand that was broadcast along this axis
         x = x.sum(at + 1, keepdims=True, dtype=x.dtype)

@@ -174,6 +174,37 @@ def test_dropout_in_a_shard_map_of_ones_own():
     assert not any(np.array_equal(own[0], part) for part in own[1:])
 
 
+# --- vmap over Explicit axes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("examples", (2, 3))
+def test_mapped_queries_of_heads_that_share_one(examples):
+    """The heads stay where they are: results have the type of the queries, and nothing is communicated."""
+    mesh = jax.make_mesh((2,), ("y",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    check_mapped(mesh, examples, P(None, None, None, "y"))
+
+
+def test_a_mapped_axis_of_one_example_on_one_device():
+    mesh = jax.make_mesh((1,), ("y",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+    check_mapped(mesh, 1, P("y"))
+
+
+def check_mapped(mesh, examples, spec):
+    """Attention with examples of queries, and its gradients by queries and by the keys and values that they share."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal(shape).astype(np.float32) for shape in ((examples, 2, 6, 4, 8), (2, 6, 1, 8)))
+    attend = lambda q, k: ejkernel.lax.flash_attention(q, k, k, causal=True)
+    loss = lambda q, k: (attend(q, k) ** 2).sum()
+    of_q, of_k = (jax.vmap(f, (0, None)) for f in (attend, jax.grad(loss, (0, 1))))
+    wanted = of_q(q, k), of_k(q, k)
+    with jax.set_mesh(mesh):
+        split, whole = jax.device_put(q, NamedSharding(mesh, spec)), jax.device_put(k, NamedSharding(mesh, P()))
+        found = of_q(split, whole), of_k(split, whole)
+        assert jax.typeof(found[0]) == jax.typeof(found[1][0]) == jax.typeof(split)
+        assert not collectives(jax.jit(of_q).lower(split, whole).compile().as_text())
+    assert_close(jax.tree.map(np.asarray, found), wanted)
+
+
 # --- Axes of which one has several things for a head or a group -------------------------------------------------------
 
 
