@@ -155,3 +155,16 @@ def test_gradients_drop_the_same():
         dv = jax.grad(call)(identity(), i)[..., 0]  # [b,t,g], summed over the heads of a group
         wanted = weights[:, i].reshape(B, G, H // G, T).sum(2).transpose(0, 2, 1)
         np.testing.assert_allclose(dv, wanted, rtol=1e-5)
+
+
+def test_a_key_for_each_example_on_an_explicit_mesh():
+    """Examples that devices split draw what they draw alone, also where the mesh is that of a context."""
+    rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(0), 4)
+    q = jnp.asarray(rng.standard_normal((4, 2, 6, 4, 8)), jnp.float32)
+    attend = lambda q, key: ejkernel.lax.flash_attention(q, q, q, dropout_key=key, dropout_rate=0.5)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    split = lambda x: jax.device_put(x, NamedSharding(mesh, P("x")))
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.vmap(attend))(split(q), split(keys))
+    for one, *given in zip(found, q, keys, strict=True):
+        np.testing.assert_allclose(one, attend(*given), rtol=1e-5, atol=1e-5)

@@ -31,7 +31,10 @@ def dropout_words(operation: str, rate, key, q):
     size = q.shape[0], q.shape[2]
     places = [lax.broadcasted_iota(jnp.uint32, size, axis) for axis in range(2)]
     of_whole = [jnp.full(size, x, jnp.uint32) for x in (0, 1, 0, 1)]
-    return jnp.stack([jnp.full(size, first), jnp.full(size, second), *places, *of_whole], axis=-1)
+    # Sums of arrays: JAX does not concatenate words that are mapped over an Explicit axis with places that are not.
+    rest = jnp.stack([*[jnp.zeros(size, jnp.uint32)] * 2, *places, *of_whole], axis=-1)
+    of_key = jnp.pad(jnp.stack([first, second]), (0, rest.shape[-1] - 2))
+    return lax.add(rest, jnp.broadcast_to(of_key, rest.shape))
 
 
 def _words_of_key(operation: str, key, q):
