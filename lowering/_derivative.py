@@ -107,7 +107,7 @@ def _jvp_of_linear(primitive, primals, tangents, *, operands, results, spec, con
     tangent = Tangent(Implementation(primitive, operands, results, spec, config), places)
     avals = {n: jax.typeof(x) for n, x in named.items()}
     split, mesh = primitive.split(avals)
-    if not split:
+    if mesh is None:  # also where nothing is split: an axis that `jax.vmap` maps may be, which no type here tells
         with own_promotions():
             return out, tangent(*primals, *nonzero_tangents.values())
     placed = lambda n, shape, dtype: Placed(shape, dtype, partition_spec(primitive.table[n], shape, split))

@@ -172,3 +172,20 @@ def test_a_sequence_over_devices_promotes_nothing(operation):
     call = lambda x: getattr(lax, operation)(**x, **options, axis_name="x")
     over_devices = jax.shard_map(call, mesh=mesh, in_specs=P(None, "x"), out_specs=P(None, "x"))
     assert jax.eval_shape(over_devices, x).shape == (1, 8, 2, 8)
+
+
+def test_a_vmap_over_an_explicit_axis():
+    """Examples of which some operands are split, lengths among them: the mapped axis is in the type of no array."""
+    case = next(case for case in DIFFERENTIABLE if str(case) == "flash_attention-packed")
+    mesh, (one, other) = mesh_of(shape=(2, 4)), (case.arrays(seed) for seed in range(2))
+    for mapped in (tuple(one), ("k", "v", "cu_seqlens_q")):
+        examples = [one, {name: (other if name in mapped else one)[name] for name in one}]
+        axes = {name: 0 if name in mapped else None for name in one}
+        second = lambda arrays: curvature(case.call, case.differentiable)(arrays, case.cotangents(one), case.tangents())
+        stacked = {n: jnp.stack([x[n] for x in examples]) if n in mapped else one[n] for n in one}
+        put = lambda n, x, mapped=mapped: jax.device_put(x, NamedSharding(mesh, P("x") if n in mapped else P()))
+        with jax.set_mesh(mesh):
+            found = jax.jit(jax.vmap(second, (axes,)))({n: put(n, x) for n, x in stacked.items()})
+        for i, arrays in enumerate(examples):
+            wanted = oracle(case, curvature)(arrays, case.cotangents(one), case.tangents())
+            assert_close(jax.tree.map(lambda x, i=i: np.asarray(x)[i], found), wanted)
