@@ -100,7 +100,7 @@ def test_every_config_for_few_rows(size, group, bits, dtype):
     space = configs.space("quantized_matmul", Operands(**named), spec, device_target())
     assert any(config.algorithm == "registers" for config in space)
     for config in space:
-        found = jax.jit(lambda x, *a, config=config: ejkernel.modules.quantized_matmul(x, *a, **of, config=config))(
+        found = jax.jit(lambda x, *a, config=config: ejkernel.lax.quantized_matmul(x, *a, **of, config=config))(
             x, *packed
         )
         assert error(found, exact) <= 2 * error(formula, exact), str(config)

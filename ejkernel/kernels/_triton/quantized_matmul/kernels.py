@@ -5,22 +5,20 @@ tiles than keep the device busy; the sums of parts are added up in a second step
 bits. The words of a tile become numbers in registers, and rows times numbers is a product of matrices.
 
 A tile has all rows, unless its config is for fewer: that of a call is chosen before `jax.vmap` gives it more.
-
-The tangent in x and the cotangent of x are products with the same matrix, and the same kernel. Those of scales and
-zeros are left to XLA.
 """
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels import _quantized_matmul as trio
 from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._triton import _launch
-from ejkernel.kernels._xla import quantized_matmul as xla
 from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMatmulSpec
 from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
@@ -69,20 +67,15 @@ class Problem:
 def quantized_matmul(*operands: jax.Array | None, spec: QuantizedMatmulSpec, config: QuantizedMatmulConfig) -> Outputs:
     """o [b, m, n, g, j]."""
     x = Operands(*operands)
-    return _outputs(_product(x.x, x, not spec.transpose, spec, config), x, spec)
+    return trio.forward(x, spec, partial(_product, of=x, spec=spec, config=config))
 
 
 def quantized_matmul_jvp(
     primals: Operands, outputs: Outputs, tangents: Operands, *, spec: QuantizedMatmulSpec, config: QuantizedMatmulConfig
 ) -> Outputs:
     """The tangent of o."""
-    terms = []
-    if tangents.x is not None:
-        terms.append(_outputs(_product(tangents.x, primals, not spec.transpose, spec, config), primals, spec).o)
-    if tangents.scales is not None or tangents.zeros is not None:
-        of_xla = xla.heuristic(spec, primals, gpu_target())
-        terms.append(xla.quantized_matmul_jvp(primals, outputs, tangents._replace(x=None), spec=spec, config=of_xla).o)
-    return Outputs(sum(terms))
+    product = partial(_product, of=primals, spec=spec, config=config)
+    return trio.tangent(primals, outputs, tangents, spec, product, gpu_target())
 
 
 def quantized_matmul_bwd(
@@ -95,23 +88,12 @@ def quantized_matmul_bwd(
     config: QuantizedMatmulConfig,
 ) -> tuple[jax.Array, ...]:
     """The cotangents of the operands named in wrt."""
-    others, found = tuple(name for name in wrt if name != "x"), {}
-    if "x" in wrt:
-        found["x"] = _product(cotangents.o, primals, spec.transpose, spec, config).reshape(primals.x.shape)
-    if others:
-        of_xla = xla.heuristic(spec, primals, gpu_target())
-        of_others = xla.quantized_matmul_bwd(primals, outputs, cotangents, wrt=others, spec=spec, config=of_xla)
-        found |= dict(zip(others, of_others, strict=True))
-    return tuple(found[name] for name in wrt)
-
-
-def _outputs(o: jax.Array, x: Operands, spec: QuantizedMatmulSpec) -> Outputs:
-    columns = (x.w.shape[2], 1, 1) if spec.transpose else (1, x.w.shape[3], spec.group_size)
-    return Outputs(o.reshape(*x.x.shape[:2], *columns))
+    product = partial(_product, of=primals, spec=spec, config=config)
+    return trio.cotangents(primals, outputs, cotangents, wrt, spec, product, gpu_target())
 
 
 def _product(
-    x: jax.Array, of: Operands, over_rows: bool, spec: QuantizedMatmulSpec, config: QuantizedMatmulConfig
+    x: jax.Array, over_rows: bool, of: Operands, spec: QuantizedMatmulSpec, config: QuantizedMatmulConfig
 ) -> jax.Array:
     """The rows [b, m, …] of x times the matrix of the codes, [b · m, columns] in the dtype of x."""
     _, k, n, g, h, _ = of.w.shape
