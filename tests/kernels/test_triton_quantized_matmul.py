@@ -76,9 +76,9 @@ REGISTERS = (
 )
 
 
-@pytest.mark.parametrize("parts", (1, 2), ids=("whole", "parts"))
+@pytest.mark.parametrize(("parts", "block_m"), ((1, 16), (2, 32)), ids=("whole", "parts"))
 @pytest.mark.parametrize(("bits", "group", "rows", "sizes", "of_lane", "features"), REGISTERS)
-def test_registers_in_the_interpreter(bits, group, rows, sizes, of_lane, features, parts, monkeypatch):
+def test_registers_in_the_interpreter(bits, group, rows, sizes, of_lane, features, parts, block_m, monkeypatch):
     """x · W, and x · Wᵀ in the cotangent of x, as each lane of `mma.sync` has its operands and sums."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     monkeypatch.setattr(kernels, "_takes_ptx", lambda: False)
@@ -91,7 +91,8 @@ def test_registers_in_the_interpreter(bits, group, rows, sizes, of_lane, feature
     x = rng.standard_normal((rows, sizes[0])).astype(np.float16)
     of = dict(bits=bits, group_size=group)
     call = lambda x, **of: OPERATIONS["quantized_matmul"].prepare_arguments(x, codes, scales, zeros, **of)
-    config = QuantizedMatmulConfig(16, 16 * of_lane, features, num_warps=2, algorithm="registers", platform="triton")
+    of_warps = dict(num_warps=2, algorithm="registers", platform="triton")
+    config = QuantizedMatmulConfig(block_m, 16 * of_lane, features, **of_warps)
     with lowering_for(Target("cuda", "NVIDIA H200")):
         forward = call(x, **of)
         operands = Operands(**forward.named)

@@ -151,7 +151,7 @@ def in_registers(
         spec.group_size,
         of.x.dtype.name,
         1,
-        tiles=min(config.block_m // 8, -(-rows // 8)),
+        tiles=min(config.block_m // 8, triton.next_power_of_2(triton.cdiv(rows, 8))),
         **sizes,
     )
     return replace(problem, parts=_parts_in_registers(problem))
