@@ -114,16 +114,18 @@ def test_registers_in_the_interpreter(bits, group, rows, sizes, of_lane, feature
         ((64, 64), dict(dtype=np.float32), "scales is float16"),
         ((64, 64), dict(of_lane=32), "each lane 32 columns"),
         ((64, 48), dict(of_lane=12), "each lane 12 columns"),
+        ((64, 64), dict(features=128), "128 features at a time; its registers hold 128 and 64"),
+        ((64, 64), dict(rows=64), "each lane 256 sums"),
     ),
 )
 def test_a_config_for_registers_that_does_not_fit(sizes, given, message):
     """It is refused with the reason, before anything is compiled."""
-    given = dict(given)
-    of_lane, dtype, transpose = given.pop("of_lane", 16), given.pop("dtype", np.float16), given.pop("transpose", False)
+    of_lane, dtype, transpose = given.get("of_lane", 16), given.get("dtype", np.float16), given.get("transpose", False)
+    features, rows = given.get("features", 32), given.get("rows", 2)
     zeros = np.zeros((sizes[0], sizes[1] // 16), np.float16)
-    codes, x = np.zeros((sizes[0], sizes[1] // 8), np.uint32), np.zeros((2, sizes[1] if transpose else sizes[0]), dtype)
+    codes, x = np.zeros((sizes[0], sizes[1] // 8), np.uint32), np.zeros((rows, sizes[transpose]), dtype)
     options = dict(bits=4, group_size=16, transpose=transpose)
     prepared = OPERATIONS["quantized_matmul"].prepare_arguments(x, codes, zeros, zeros, **options)
-    config = QuantizedMatmulConfig(16, 32 * of_lane, 32, num_warps=4, algorithm="registers", platform="triton")
+    config = QuantizedMatmulConfig(64, 32 * of_lane, features, num_warps=4, algorithm="registers", platform="triton")
     with lowering_for(Target("cuda", "NVIDIA H200")), pytest.raises(ValueError, match=message):
         kernels.quantized_matmul(*Operands(**prepared.named), spec=prepared.spec, config=config)

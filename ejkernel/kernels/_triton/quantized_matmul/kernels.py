@@ -27,6 +27,8 @@ from .configs import REGISTERS, WORDS, registers_refusal
 from .registers import product_in_registers
 
 PROGRAMS_PER_CORE, WARPS_PER_CORE = 4, 16
+# Of a lane whose codes become numbers in registers: sums, and steps of 16 features.
+MOST_SUMS, MOST_STEPS = 128, 4
 LEAST_STEPS = 4
 """Tiles of features that a part has at the least: fewer would not fill the pipeline."""
 
@@ -142,18 +144,15 @@ def in_registers(
             f"{operation}: config.block_n gives each lane {of_lane} columns; in registers these must be codes of "
             f"{WORDS} words, and divide the group of {spec.group_size} and all {C} columns"
         )
+    tiles = min(config.block_m // 8, triton.next_power_of_2(triton.cdiv(rows, 8)))
+    if (sums := 2 * tiles * of_lane) > MOST_SUMS or steps > MOST_STEPS:
+        raise ValueError(
+            f"{operation}: config gives each lane {sums} sums and {16 * steps} features at a time; its registers hold "
+            f"{MOST_SUMS} and {16 * MOST_STEPS}"
+        )
     sizes = dict(words=words, steps=steps, warps=config.num_warps, ahead=config.num_stages > 1, ptx=_takes_ptx())
-    problem = fragments.Problem(
-        rows,
-        R,
-        C,
-        spec.bits,
-        spec.group_size,
-        of.x.dtype.name,
-        1,
-        tiles=min(config.block_m // 8, triton.next_power_of_2(triton.cdiv(rows, 8))),
-        **sizes,
-    )
+    of = spec.bits, spec.group_size, of.x.dtype.name
+    problem = fragments.Problem(rows, R, C, *of, parts=1, tiles=tiles, **sizes)
     return replace(problem, parts=_parts_in_registers(problem))
 
 
