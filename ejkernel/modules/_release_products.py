@@ -91,14 +91,15 @@ def quantized_matmul(product: Present, call: dict[str, Any], specs: dict[str, An
 
     fuse, strict_fuse, allow_dense_fallback and tpu_path choose among the kernels of 0.0.78. All their values are
     accepted, since no implementation here dequantises a large matrix as a whole, which is what strict_fuse asks for;
-    contradicting values raise, as in 0.0.78. A platform without an implementation means "auto".
+    contradicting values raise, as in 0.0.78. A platform without an implementation means "auto", and so does "pallas",
+    by which 0.0.78 has every mode and any number of rows: the kernel for TPUs has few rows of affine codes.
     """
     _check_fusion(**{name: call[name] for name in ("fuse", "strict_fuse", "allow_dense_fallback", "tpu_path")})
     transpose, axis, platform = call["transpose"], call["axis"], call["platform"]
     if axis is not None and axis not in ("row", "col"):
         raise value_error("quantized_matmul", f"axis is {shown(axis)}; it must be 'row' or 'col'")
     known = {str(found.platform) for found in kernel_registry.list_implementations("quantized_matmul")}
-    if platform in list(Platform) and platform not in known:
+    if platform in list(Platform) and platform not in known - {Platform.PALLAS}:
         call |= dict(platform="auto")
     x, w, scales, zeros = arrays_of(call, "x", "w", "scales", "zeros")
     arguments = dict(x=x, w=w, scales=scales, zeros=zeros, transpose=transpose if axis is None else axis == "col")

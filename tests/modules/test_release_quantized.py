@@ -36,6 +36,16 @@ def test_quantized_matmul(how, of):
     close(gradient, np.broadcast_to(dense.sum(1), x.shape), 5e-3)
 
 
+@pytest.mark.parametrize(("rows", "mode", "calls"), ((16, "affine", 1), (16, "nf4", 0), (4096, "affine", 0)))
+def test_pallas_on_a_tpu(rows, mode, calls):
+    """EasyDeL asks for it with any mode and number of rows; XLA has those that the kernel does not take."""
+    array, of = jax.ShapeDtypeStruct, dict(bits=4, mode=mode, group_size=64)
+    groups = [array((256, 4), jnp.bfloat16)] * (2 if mode == "affine" else 1)
+    call = jax.jit(lambda *a: modules.quantized_matmul(*a, **of, **HOW["large"]))
+    traced = call.trace(array((rows, 256), jnp.bfloat16), array((256, 32), jnp.uint32), *groups)
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("@tpu_custom_call(") == calls
+
+
 def test_quantized_matmul_over_the_contracted_features():
     """`axis="col"`, which is transpose=True: weights [N, K]."""
     x, w, of = random(5, 64), random(24, 64), dict(bits=4, mode="affine", group_size=32)
