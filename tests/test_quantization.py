@@ -121,6 +121,28 @@ def test_extremes_of_affine(dtype, bits, group):
     assert (np.abs(back - wide) <= 1.05 * step + margin + 1e-7).all()
 
 
+@pytest.mark.parametrize("of", [of for of in FORMATS if not of["mode"].startswith("nvfp")], ids=lambda of: str(of))
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)
+def test_the_largest_floats(of, dtype):
+    """Finite in the dtype of the weights, as near as other weights are, or as near as a finite value is."""
+    largest = float(jnp.finfo(dtype).max)
+    w = np.stack([weights(128, seed=3).clip(-1, 1), np.resize([1, -1, 0.5, 0], 128), np.resize([1, 0.99], 128)])
+    w = w / 2 if of.get("bits") == 1 else w
+    w = jnp.asarray((w * largest).clip(-largest, largest), dtype)
+    found = format_of("test", of["mode"], of.get("bits"), of.get("group_size"))
+    for call in (quantize, quantization.quantize):
+        packed = call(w, axis="col", **of)
+        back = np.asarray(dequantize(*packed, dtype=np.dtype(dtype), **of), np.float64)
+        wide = np.asarray(w, np.float64)
+        if of["mode"] == "affine":
+            step = np.ptp(wide / 2, axis=-1) / (2 ** of["bits"] - 1)
+            allowed = 1.01 * step + 6 * float(jnp.finfo(dtype).eps) * largest
+        else:  # of mxfp, the largest are cut off at 1.5 and 1.875 times a power of two
+            allowed = np.full(3, dict(nf4=0.153, mxfp4=0.25, mxfp8=1 / 14)[found.mode] * largest)
+        assert np.isfinite(back).all()
+        assert (np.abs(back - wide).max(-1) <= allowed).all(), np.abs(back - wide).max(-1) / allowed
+
+
 @pytest.mark.parametrize("mode", ("nf4", "mxfp4", "mxfp8", "nvfp4", "nvfp8"))
 def test_zeros_stay_zeros(mode):
     assert not np.asarray(dequantize(*quantize(jnp.zeros((2, 64)), mode=mode, axis="col"), mode=mode)).any()

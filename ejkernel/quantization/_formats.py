@@ -161,28 +161,36 @@ def encoded(w: Array, of: Format, dtype: Any) -> tuple[Array, ...]:
     """The codes, scales and, in mode affine, zeros of groups [..., group_size] of floats of at least 32 bits.
 
     Float scales and zeros are in `dtype`. Each code has the value nearest to the weight, given the scale and the zero
-    as they are stored.
+    as they are stored, of the values that are finite in `dtype`.
     """
     if of.mode == "affine":
         return _affine(w, of, dtype)
-    largest = jnp.abs(w).max(-1)
     if of.mode == "nf4":
-        scales = _or_one(largest.astype(dtype))
-        return _nearest_nf4(w / scales.astype(w.dtype)[..., None]), scales
+        w, factor = _moderate(w)
+        scales = _or_one(jnp.abs(w).max(-1).astype(dtype))
+        wide = scales.astype(w.dtype)
+        return _nearest_nf4(w / wide[..., None]), (wide * factor).astype(dtype)
+    largest = jnp.abs(w).max(-1)
     scales = (_scales_of_nvfp if of.mode.startswith("nvfp") else _exponents)(largest / of.largest, of)
-    relative = w / scales_of(scales, of, w.dtype)[..., None]
-    return (_nearest_e2m1(relative) if of.bits == 4 else _nearest_e4m3(relative)), scales
+    factors = scales_of(scales, of, w.dtype)[..., None]
+    codes = (_nearest_e2m1 if of.bits == 4 else _nearest_e4m3)(w / factors)
+    # The code before has the same sign and the next smaller magnitude.
+    is_infinite = jnp.abs(values_of(codes, of, w.dtype) * factors) > float(jnp.finfo(dtype).max)
+    return codes - is_infinite.astype(codes.dtype), scales
 
 
 def _affine(w: Array, of: Format, dtype: Any) -> tuple[Array, Array, Array]:
     """Codes of mode affine: the range from code 0 to the last one covers the smallest to the largest weight.
 
     Rounding a zero to p bits may shift values by |w|·2^−p/scale codes, and so may rounding the scale. The range is
-    enlarged by as much, as the ends of a group far from 0 would be cut off otherwise. In float16 the scale is also
-    large enough to keep the zero finite.
+    enlarged by as much, as the ends of a group far from 0 would be cut off otherwise. So that the ends stay finite, the
+    range has no weights within 4·eps of the largest float. In float16 the scale is also large enough to keep the zero
+    finite.
     """
     last, limits = 2**of.bits - 1, jnp.finfo(dtype)
     most, least = float(limits.max), max(float(limits.smallest_subnormal), float(jnp.finfo(jnp.float32).tiny))
+    end = most * (1 - 4 * float(limits.eps))
+    w, factor = _moderate(w.clip(-end, end))
     smallest, magnitude = w.min(-1), jnp.abs(w).max(-1)
     margin = float(limits.eps) * magnitude
     scales = jnp.maximum((w.max(-1) - smallest + 2 * margin) / last, 2 * magnitude / most) + least
@@ -190,7 +198,16 @@ def _affine(w: Array, of: Format, dtype: Any) -> tuple[Array, Array, Array]:
     wide = scales.astype(w.dtype)
     zeros = ((margin - smallest) / wide).astype(dtype)
     codes = jnp.round(w / wide[..., None] + zeros.astype(w.dtype)[..., None]).clip(0, last)
-    return codes.astype(jnp.uint32), scales, zeros
+    return codes.astype(jnp.uint32), (wide * factor).clip(max=most).astype(dtype), zeros
+
+
+def _moderate(w: Array) -> tuple[Array, Array]:
+    """Groups, and factors by which their scales are to be multiplied: 2^16 for groups that are 2^−16 of what they were.
+
+    The sum of two of the largest floats is infinite, and the reciprocal, by which XLA divides a group, is 0 on a CPU.
+    """
+    is_large = jnp.abs(w).max(-1) > float(jnp.finfo(w.dtype).max) * 2.0**-8
+    return jnp.where(is_large[..., None], w * 2.0**-16, w), jnp.where(is_large, 2.0**16, 1.0).astype(w.dtype)
 
 
 def _or_one(scales: Array) -> Array:

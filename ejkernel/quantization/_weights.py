@@ -40,7 +40,8 @@ def quantize(
     The table in `ejkernel.quantization` has the meaning of codes and scales in each mode.
 
     Args:
-        w: floats with at least two axes, finite; magnitudes of at most 2688 in mode nvfp4 and 200704 in mode nvfp8.
+        w: floats with at least two axes, finite; magnitudes of at most 2688 in mode nvfp4 and 200704 in mode nvfp8. In
+            mode affine with 1 bit, where the scale is the range of a group, that has to be a number of w's dtype.
         group_size: entries that share a scale: a power of two from 16 to 1024 in modes affine and nf4 (default 64), 32
             in mxfp4 and mxfp8, 16 in nvfp4 and nvfp8.
         bits: bits of a code: 1 to 8 in mode affine (default 4), in the others the number in its name.
