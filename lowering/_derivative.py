@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ejkernel.compat import without_manual_axes, without_sharding
 from ejkernel.primitives._factory import KernelPrimitive
-from ejkernel.primitives._sharding import explicit_axes_of, names_of, partition_spec
+from ejkernel.primitives._sharding import explicit_axes_of, names_of, partition_spec, resharded
 from ejkernel.types import Platform, Target
 
 from ._context import one_device, own_promotions
@@ -266,13 +266,13 @@ def _batch(args, dims, *, program):
         spec = (*of.spec[:dim], over, *of.spec[dim:])
         return Placed((*of.shape[:dim], count, *of.shape[dim:]), of.dtype, PartitionSpec(*spec))
 
-    of_examples = OverDevices(
-        Mapped(program.function, tuple(dims)),
-        tuple(x if dim is None else mapped(x, dim) for x, dim in zip(program.operands, dims, strict=True)),
-        tuple(mapped(x, 0) for x in program.results),
-        program.mesh,
-        program.split.union(names_of(over)),
-    )
+    operands = tuple(x if dim is None else mapped(x, dim) for x, dim in zip(program.operands, dims, strict=True))
+    if entries.count(over) < len(entries):  # JAX drops the split of a single example where it reshapes a scalar of it
+        to = tuple((i, NamedSharding(program.mesh, x.spec)) for i, x in enumerate(operands) if dims[i] is not None)
+        moved = resharded(args[to[entries.index(over)][0]], {i: args[i] for i, _ in to}, to)
+        args = [moved.get(i, x) for i, x in enumerate(args)]
+    function, results = Mapped(program.function, tuple(dims)), tuple(mapped(x, 0) for x in program.results)
+    of_examples = OverDevices(function, operands, results, program.mesh, program.split.union(names_of(over)))
     return bind(of_examples, args), [0] * len(program.results)
 
 

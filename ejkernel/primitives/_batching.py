@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import value_error
 from ._axes import Axes, Table, is_broadcast, position
-from ._sharding import Layout, explicit_axes, names_of
+from ._sharding import Layout, explicit_axes, names_of, resharded
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Fold:
     """The fold of a mapped axis of size `count` into axis `letter` of size `size`, after `major` major parts.
 
     `is_split` tells whether devices split that axis: these parts of it then, and otherwise, if any, the mapped axis.
+    `over` is the entry of the mapped axis in the Explicit shardings of the operands, None where it is whole.
     """
 
     letter: str
@@ -34,6 +35,7 @@ class Fold:
     size: int
     major: int
     is_split: bool
+    over: Any
 
 
 def choose(
@@ -43,14 +45,16 @@ def choose(
 
     A sharded mapped axis is folded into the batch: among the heads, its parts would have to move between devices.
     """
-    count = next(arrays[name].shape[dim] for name, dim in dims.items() if dim is not None)
+    mapped_axes = [(arrays[name], dim) for name, dim in dims.items() if dim is not None]
+    count = next(x.shape[dim] for x, dim in mapped_axes)
+    over = next((entry for x, dim in mapped_axes if (entry := _spec(x)[dim]) is not None), None)
     shapes = {name: _without(x.shape, dims[name]) for name, x in arrays.items()}
 
     def size_of(letter: str) -> int:
         found = [shapes[n][i] for n in arrays if (i := position(table[n], letter)) is not None]
         return 0 if 0 in found else max(found, default=1)
 
-    if layout.group is not None and not any(_spec(arrays[n])[dim] for n, dim in dims.items() if dim is not None):
+    if layout.group is not None and over is None:
         heads, groups = layout.group
         shared = {name for name in arrays if position(table[name], groups) is not None}
         mapped = {name for name in arrays if dims[name] is not None}
@@ -59,9 +63,9 @@ def choose(
             is_split = any(_is_sharded(table, letter, arrays, dims) for letter in layout.group)
             # All heads share a single key/value head, in any order.
             major = size_of(heads) if is_split and size_of(groups) == 1 else size_of(groups)
-            return Fold(heads, count, size_of(heads), major, is_split)
+            return Fold(heads, count, size_of(heads), major, is_split, over)
     batch, is_split = size_of(layout.fold), _is_sharded(table, layout.fold, arrays, dims)
-    return Fold(layout.fold, count, batch, batch if is_split else 1, is_split)
+    return Fold(layout.fold, count, batch, batch if is_split else 1, is_split, over)
 
 
 def fold_operand(x: Any, dim: int | None, of: Axes, fold: Fold, *, paired: bool) -> Any:
@@ -90,7 +94,13 @@ def unfold_result(x: Any, of: Axes, fold: Fold, size: int) -> Any:
     x = reshape_axes(jnp.swapaxes(x, at, at + 1), at + 1, 2, (fold.size,))
     if size != fold.size:  # the cotangent of an operand that was broadcast along this axis
         x = x.sum(at + 1, keepdims=True, dtype=x.dtype)
-    return jnp.moveaxis(x, at, 0)
+    x = jnp.moveaxis(x, at, 0)
+    entry, *rest = _spec(x)
+    if fold.over is None or entry == fold.over:
+        return x
+    # A folded axis of size 1 that may be broadcast is whole.
+    to = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(fold.over, *rest))
+    return resharded(x, {"x": x}, (("x", to),))["x"]
 
 
 def split_axis(operation: str, name: str, x: Any, at: int, given: tuple[int, ...], target: int, what: str) -> Any:

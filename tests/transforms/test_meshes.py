@@ -189,6 +189,16 @@ def test_a_mapped_axis_of_one_example_on_one_device():
     check_mapped(mesh, 1, P("y"))
 
 
+def test_a_mapped_axis_beside_a_batch_on_other_devices():
+    """Results are split along both, as the queries are."""
+    for shape, examples in (((2, 2), 2), ((1, 2), 1)):
+        mesh = mesh_of(shape=shape)
+        with jax.set_mesh(mesh):
+            q = jax.device_put(np.ones((examples, 2, 4, 1, 8), np.float32), NamedSharding(mesh, P("x", "y")))
+            attend = jax.jit(jax.vmap(lambda q: ejkernel.lax.flash_attention(q, q, q)))
+            assert jax.typeof(attend(q)) == jax.typeof(q)
+
+
 def check_mapped(mesh, examples, spec):
     """Attention with examples of queries, and its gradients by queries and by the keys and values that they share."""
     rng = np.random.default_rng(0)

@@ -189,3 +189,14 @@ def test_a_vmap_over_an_explicit_axis():
         for i, arrays in enumerate(examples):
             wanted = oracle(case, curvature)(arrays, case.cotangents(one), case.tangents())
             assert_close(jax.tree.map(lambda x, i=i: np.asarray(x)[i], found), wanted)
+
+
+def test_a_vmap_of_one_example_on_one_device():
+    """With a scale of the example: its array is of rank 0 without the mapped axis."""
+    mesh = mesh_of(shape=(1, 8))
+    rng = np.random.default_rng(0)
+    x = [rng.standard_normal((1, 2, 6, 2, 8)).astype(np.float32) for _ in "qkv"]
+    x.append(np.asarray([0.3], np.float32))
+    loss = lambda q, k, v, scale: jnp.sin(lax.flash_attention(q, k, v, softmax_scale=scale)).sum()
+    second = jax.jit(jax.vmap(lambda *x: jax.jvp(jax.grad(loss, (0, 1, 2, 3)), x, x)[1]))
+    assert_close(second(*(jax.device_put(a, NamedSharding(mesh, P("x"))) for a in x)), second(*x))
