@@ -151,13 +151,18 @@ def test_devices_with_steps_of_their_own():
 
 
 def test_explicit_axes_that_must_be_whole():
-    """Tokens, pages and tables; heads and features may be split."""
+    """Tokens, pages, tables, scales of slots and draft masks; heads and features may be split."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     call, x = jax.jit(partial(lax.lightning_indexer, top_k=7)), indexed()
     for name, spec in (("q", P(None, None, "x")), ("pages", P(None, None, "x"))):
         placed = x | {name: jax.device_put(x[name], NamedSharding(mesh, spec))}
         np.testing.assert_array_equal(call(**placed), formula(x, 7))
-    for name, axis in (("q", 0), ("weights", 0), ("pages", 0), ("pages", 1), ("context_lens", 0), ("block_tables", 0)):
+    tokens, pages = x["q"].shape[0], x["pages"].shape
+    x |= dict(k_scale=jnp.ones((*pages[:2], 1)), draft_mask=jnp.ones((tokens, 4), bool))
+    axes = dict(
+        q=(0,), weights=(0,), pages=(0, 1), context_lens=(0,), block_tables=(0,), k_scale=(0, 1), draft_mask=(0, 1)
+    )
+    for name, axis in ((name, axis) for name, of_name in axes.items() for axis in of_name):
         placed = x | {name: jax.device_put(x[name], NamedSharding(mesh, P(*[None] * axis, "x")))}
         with pytest.raises(ValueError, match=f"lightning_indexer: axis {axis} of {name} is sharded over 'x'; it must"):
             call(**placed)

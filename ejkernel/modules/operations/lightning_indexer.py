@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float, Int8, Int32, Integer
 
 from ...errors import type_error, value_error
 from ...kernels._xla._index_scores import Indexed, best_keys
+from ...ops.utils.operands import is_array
 from .._composed import composed
 from ._arguments import array, int32, require_dtype, require_rank, size_of, vary_alike
 from ._pages import check_cache, check_tables, count_of_sequences, mask_of_drafts, require_whole, scale_of_pages
@@ -38,8 +39,8 @@ def lightning_indexer(
     `multi_latent_page_attention` takes the lists as `indices`, with the same lengths, and block tables of its own pool.
     Scores are computed for a block of tokens at a time, so that those of all tokens are never in memory together. It
     has no derivative: indexers are trained on their scores. Blocks are taken from all tokens and pages: on an Explicit
-    mesh these must not be split, nor the tables, and `jax.vmap` must not map an array along a split axis. Inside
-    `jax.shard_map` each device may have a step of its own.
+    mesh these must not be split, nor tables, scales of slots and draft masks, and `jax.vmap` must not map an array
+    along a split axis. Inside `jax.shard_map` each device may have a step of its own.
 
     The caller applies rotary embeddings, or other functions of the model, to q and k before. A positive factor that all
     weights share does not affect the choice.
@@ -81,6 +82,8 @@ def lightning_indexer(
     require_whole(NAME, 1, q=q, weights=weights)
     require_whole(NAME, 2, pages=pages, **tables)
     scale, mask = scale_of_pages(NAME, "k_scale", k_scale, pages, 1, q), mask_of_drafts(NAME, draft_mask, q.shape[0])
+    others = dict(k_scale=k_scale, draft_mask=draft_mask)
+    require_whole(NAME, 2, **{name: x for name, x in others.items() if is_array(x)})
     step = Indexed(
         q,
         weights,
