@@ -1,5 +1,7 @@
 """Extreme values of flash_attention's arguments have their meaning, or are rejected."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +118,25 @@ def test_a_large_cap_is_none(softcap):
 def test_a_small_cap_leaves_nothing_of_the_logits():
     o = attend(*arrays(), softcap=1e-18)
     np.testing.assert_allclose(o, np.broadcast_to(arrays()[2].mean(1, keepdims=True), o.shape), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("kind", (np.float32, np.asarray), ids=("number", "array"))
+def test_numbers_of_numpy_and_arrays_of_one(kind):
+    """An array of rank 0 is the number that it holds, in every option and on both sides of the library."""
+    x, key, mesh = arrays(), jax.random.key(0), jax.make_mesh((1,), ("x",))
+    options = lambda of: dict(softmax_scale=of(0.25), softcap=of(4.0), dropout_rate=of(0.5))
+    wanted = attend(*x, dropout_key=key, **options(float))
+    np.testing.assert_array_equal(attend(*x, dropout_key=key, **options(kind)), wanted)
+    renamed = dict(softmax_scale=kind(0.25), logits_soft_cap=kind(4.0), dropout_prob=kind(0.5))
+    for over in ({}, dict(mesh=mesh, in_specs={}, out_specs=P())):
+        np.testing.assert_allclose(
+            ejkernel.modules.flash_attention(*x, **renamed, **over), wanted, rtol=1e-5, atol=1e-6
+        )
+    assert ejkernel.explain("flash_attention", *x, dropout_key=key, **options(kind)).runs
+    for call in (ejkernel.lax.recurrent, partial(ejkernel.lax.native_sparse_attention, block_size=4)):
+        q, k, v = (a[:, :S] for a in x)
+        np.testing.assert_array_equal(call(q, k, v, softmax_scale=kind(0.25)), call(q, k, v, softmax_scale=0.25))
 
 
 REFUSED = {

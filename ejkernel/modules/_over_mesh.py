@@ -22,7 +22,9 @@ def over_mesh(
     out_specs: Any,
 ) -> Any:
     """The results of `run` on the arguments of the lax API, whose arrays are split over a mesh by their specs."""
-    arrays = {name: jnp.asarray(x) for name, x in given.items() if isinstance(x, jax.Array | np.ndarray)}
+    operands = operation.algorithm.forward.table  # other arrays of rank 0 of NumPy are numbers, as softcap may be
+    is_operand = lambda name, x: isinstance(x, np.ndarray) and (x.ndim > 0 or name in operands)
+    arrays = {name: jnp.asarray(x) for name, x in given.items() if isinstance(x, jax.Array) or is_operand(name, x)}
     specs = dict(in_specs) if isinstance(in_specs, Mapping) else _in_order(operation, arrays, in_specs)
     back = {new: old for old, new in operation.renamed.items()}
     specs = {back.get(name, name): spec for name, spec in specs.items()}

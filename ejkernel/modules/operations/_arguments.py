@@ -14,6 +14,7 @@ from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...errors import a_type, shown, type_error, value_error
+from ...ops.utils.operands import number_of
 from ...primitives._factory import KernelPrimitive
 from ...primitives._sharding import aligned, explicit_axes_of, resharded
 from ...types import BwdParams, FwdParams, OperationConfig, Platform, checked_config
@@ -119,12 +120,12 @@ def window_pair(operation: str, window: Any) -> tuple[int | None, int | None]:
             raise type_error(operation, f"window's {side} bound is {shown(bound)}; it must be an int or None")
         if bound is not None and bound < 0:
             raise value_error(operation, f"window's {side} bound is {shown(bound)}; it must not be negative")
-    left, right = (None if bound is None else int(bound) for bound in window)
-    return (left, right)
+    return tuple(None if bound is None else int(bound) for bound in window)
 
 
 def static_number(operation: str, name: str, x: Any) -> float:
     """A number that is known at tracing time; raises if it is traced."""
+    x = number_of(x)
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
         raise type_error(operation, f"{name} must be a static number, not {type(x).__name__}")
     try:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
-from ...ops.utils.operands import random_like
+from ...ops.utils.operands import number_of, random_like
 from ...primitives.flash_attention import FlashAttentionSpec, Operands
 from ...primitives.flash_attention import flash_attention as algorithm
 from ...types import (
@@ -201,7 +201,7 @@ class FlashAttention(Operation):
     @classmethod
     def convert(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the lax API, with a dropout key from the integer seed of the modules API, by default 0."""
-        seed, rate = arguments.get("dropout_key"), arguments.get("dropout_rate")
+        seed, rate = arguments.get("dropout_key"), number_of(arguments.get("dropout_rate"))
         if seed is None and not (isinstance(rate, float | np.floating) and rate > 0):
             return dict(arguments)
         return dict(arguments, dropout_key=key_of_seed(cls.algorithm.name, 0 if seed is None else seed))

@@ -18,7 +18,12 @@ def is_array(x: Any) -> bool:
 
 def is_traced(x: Any) -> bool:
     """Whether `jax.jit` traces an argument of a program: an array, but no number of numpy, as options may be."""
-    return is_array(x) and not isinstance(x, np.generic)
+    return is_array(x) and not isinstance(number_of(x), np.generic)
+
+
+def number_of(x: Any) -> Any:
+    """An array of numpy of rank 0, such as an arithmetic result, as the number that it holds; else x."""
+    return x[()] if isinstance(x, np.ndarray) and x.ndim == 0 else x
 
 
 def lacks_values(x: Any) -> bool:
