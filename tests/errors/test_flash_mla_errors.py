@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.export import symbolic_shape
 
 import ejkernel
 
@@ -19,6 +20,7 @@ f32, bf16, i32 = (partial(array_of, dtype) for dtype in (jnp.float32, jnp.bfloat
 GOOD = dict(
     q=f32(2, 8, 4, 24), kv_latent=f32(2, 12, 32), k_rope=f32(2, 12, 8), w_kc=f32(32, 4, 16), w_vc=f32(32, 4, 20)
 )
+(C,) = symbolic_shape("c")
 
 WRONG = {
     "packed": (dict(q=f32(8, 4, 24)), ValueError, "q has 3 axes; it must have 4", "packed sequences are told apart by"),
@@ -45,6 +47,12 @@ WRONG = {
         ValueError,
         "q has 16 features but w_kc makes 16 and k_rope has 8; q must have as many as both",
     ),
+    "any latents": (
+        dict(kv_latent=f32(2, 12, C), w_kc=f32(C, 4, 16), w_vc=f32(C, 4, 20)),
+        ValueError,
+        "the number of features of a latent is symbolic, c; it has to be known",
+    ),
+    "any values": (dict(w_vc=f32(32, 4, C)), ValueError, "the number of features of a value is symbolic, c; it has to"),
     "bias": (dict(bias=f32(8, 13)), ValueError, "bias of shape (8, 13) does not broadcast to (2, 4, 8, 12)"),
     "segments of one side": (
         dict(q_segment_ids=i32(2, 8)),

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.export import symbolic_shape
 
 import ejkernel
 
@@ -38,6 +39,11 @@ WRONG = {
     "an empty window": (dict(window=0), ValueError, "window is 0; a number of keys must be at least 1"),
     "lists": (dict(block_indices=i32(2, 8, 4, 3)), ValueError, "block_indices must be [2, 8, 2] and a list of blocks"),
     "lists of floats": (dict(block_indices=f32(2, 8, 2, 3)), TypeError, "block_indices has dtype float32"),
+    "lists of any length": (
+        dict(block_indices=i32(2, 8, 2, *symbolic_shape("n"))),
+        ValueError,
+        "the number of blocks in a list is symbolic, n; it has to be known",
+    ),
     "no blocks": (dict(block_counts=0), ValueError, "block_counts is 0; it must be at least 1"),
     "None of blocks": (dict(block_size=None), ValueError, "block_size is None; it must be a positive int"),
     "block_size": (dict(block_size=1.5), TypeError, "block_size must be an int or None, not float"),

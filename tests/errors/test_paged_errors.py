@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.export import symbolic_shape
 
 import ejkernel
 
@@ -27,6 +28,11 @@ PAGE_ATTENTION = dict(
 WRONG = {
     "rank": (dict(q=f32(1, 3, 4, 16)), ValueError, "q has 4 axes; it must have 3: sequences, heads, features"),
     "rank of pages": (dict(k_pages=f32(80, 2, 16)), ValueError, "k_pages has 3 axes; it must have 4: pages, slots of"),
+    "any page": (
+        dict(k_pages=f32(10, *symbolic_shape("z"), 2, 16)),
+        ValueError,
+        "the number of slots of a page is symbolic, z; it has to be known",
+    ),
     "heads": (dict(q=f32(3, 5, 16)), ValueError, "k_pages has 2 heads but q has 5; query heads must be a multiple"),
     "features": (dict(q=f32(3, 4, 8)), ValueError, "k_pages has 16 features but q has 8; they must be equal"),
     "pools": (dict(v_pages=f32(9, 8, 2, 16)), ValueError, "v_pages must be [10, 8, 2] of features, as k_pages is"),

@@ -14,7 +14,7 @@ from ...primitives.flash_mla import Operands
 from ...primitives.flash_mla import flash_mla as algorithm
 from ...types import DropoutKey, LogitsBias, LogitsMask, Scale, Sinks, Window, visible_pairs
 from .._operation import Prepared
-from ._arguments import align, array, require_dtype, require_rank, require_same_dtype
+from ._arguments import align, array, require_dtype, require_known, require_rank, require_same_dtype
 from ._attention import attention_call, results_of
 from .flash_attention import FlashAttention
 
@@ -131,6 +131,8 @@ def _check_arrays(q, kv_latent, k_rope, w_kc, w_vc) -> None:
         if 0 in x.shape[1 if name in ("w_kc", "w_vc") else 2 :]:
             raise value_error(NAME, f"{name} has an axis of heads or features of size 0", **{name: x})
     (batch, _, heads, features), (_, length, latent) = q.shape, kv_latent.shape
+    require_known(NAME, "the number of features of a latent", w_kc.shape[0], w_kc=w_kc)
+    require_known(NAME, "the number of features of a value", w_vc.shape[2], w_vc=w_vc)
     sizes = (
         ("kv_latent", "batch", kv_latent.shape[0], "q", batch),
         ("k_rope", "batch", k_rope.shape[0], "q", batch),

@@ -141,6 +141,7 @@ def _lists(x: Any, q: Any, k: Any) -> Any:
     if len(x.shape) != 4 or x.shape[:3] != wanted:
         rule = f"block_indices must be {list(wanted)} and a list of blocks, of each query and key/value head"
         raise value_error(NAME, rule, q=q, k=k, block_indices=x)
+    require_known(NAME, "the number of blocks in a list", x.shape[3], block_indices=x)
     return int32(x)
 
 

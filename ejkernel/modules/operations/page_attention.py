@@ -13,7 +13,7 @@ from ...primitives.page_attention import page_attention as primitives
 from ...types import Sinks, Window
 from ...types.page_attention import PageAttentionConfig
 from .._operation import Operation, Prepared
-from ._arguments import align, array, int32, require_rank, static_bool
+from ._arguments import align, array, int32, require_known, require_rank, static_bool
 from ._attention import sinks_of_heads
 from ._pages import (
     RENAMED,
@@ -129,6 +129,7 @@ def _check_arrays(q, k_pages, v_pages) -> None:
     pages = dict(k_pages=k_pages, v_pages=v_pages)
     require_rank(NAME, 3, "sequences, heads, features", q=q)
     require_rank(NAME, 4, "pages, slots of a page, heads, features", **pages)
+    require_known(NAME, "the number of slots of a page", k_pages.shape[1], **pages)
     check_cache(NAME, q, **pages)
     check_heads(NAME, q, "k_pages", k_pages, groups=k_pages.shape[2], features=k_pages.shape[3])
     if v_pages.shape[:3] != k_pages.shape[:3]:
