@@ -5,12 +5,14 @@ An axis of size L, split into P major parts of L/P, gets the mapped axis N betwe
     [N, L] → [P, N, L/P] → [P·N·L/P]
 
 P = 1 puts N outermost, which needs no copy for a leading mapped axis. P = L puts it innermost, as a sharded axis needs.
-P = G folds N into the query heads of each group, so that unmapped keys and values are shared rather than repeated.
+Where devices split N too, P is the number of the parts of L, and the result is split over the devices of both: each
+device folds what it has. P = G folds N into the query heads of each group, so that unmapped keys and values are shared
+rather than repeated.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,16 +28,21 @@ from ._sharding import Layout, explicit_axes, names_of, resharded
 class Fold:
     """The fold of a mapped axis of size `count` into axis `letter` of size `size`, after `major` major parts.
 
-    `is_split` tells whether devices split that axis: these parts of it then, and otherwise, if any, the mapped axis.
-    `over` is the entry of the mapped axis in the Explicit shardings of the operands, None where it is whole.
+    `entry` and `over` are those of this and of the mapped axis in the Explicit shardings of the operands, None where
+    they are whole.
     """
 
     letter: str
     count: int
     size: int
     major: int
-    is_split: bool
+    entry: Any
     over: Any
+
+    @property
+    def is_of_both(self) -> bool:
+        """Whether devices split both axes, each by mesh axes of its own."""
+        return None not in (self.entry, self.over) and set(names_of(self.entry)).isdisjoint(names_of(self.over))
 
 
 def choose(
@@ -60,12 +67,17 @@ def choose(
         mapped = {name for name in arrays if dims[name] is not None}
         spread = {n for n in arrays if (i := position(table[n], heads)) is not None and shapes[n][i] == size_of(heads)}
         if shared and not shared & mapped and mapped <= spread and all(_is_whole(table[r], heads) for r in results):
-            is_split = any(_is_sharded(table, letter, arrays, dims) for letter in layout.group)
+            entries = [_entry(table, letter, arrays, dims) for letter in layout.group]
+            entry = next((x for x in entries if x is not None), None)
             # All heads share a single key/value head, in any order.
-            major = size_of(heads) if is_split and size_of(groups) == 1 else size_of(groups)
-            return Fold(heads, count, size_of(heads), major, is_split, over)
-    batch, is_split = size_of(layout.fold), _is_sharded(table, layout.fold, arrays, dims)
-    return Fold(layout.fold, count, batch, batch if is_split else 1, is_split, over)
+            major = size_of(heads) if entry is not None and size_of(groups) == 1 else size_of(groups)
+            return Fold(heads, count, size_of(heads), major, entry, over)
+    batch, entry = size_of(layout.fold), _entry(table, layout.fold, arrays, dims)
+    fold = Fold(layout.fold, count, batch, 1 if entry is None else batch, entry, over)
+    if not fold.is_of_both:
+        return fold
+    mesh = next(jax.typeof(x).sharding.mesh for x, dim in mapped_axes if _spec(x)[dim] is not None)
+    return replace(fold, major=math.prod(mesh.shape[name] for name in names_of(entry)))
 
 
 def fold_operand(x: Any, dim: int | None, of: Axes, fold: Fold, *, paired: bool) -> Any:
@@ -83,24 +95,39 @@ def fold_operand(x: Any, dim: int | None, of: Axes, fold: Fold, *, paired: bool)
         x = jnp.moveaxis(x, dim, at)
     if x.shape[at + 1] != fold.size:
         x = jnp.broadcast_to(x, (*x.shape[: at + 1], fold.size, *x.shape[at + 2 :]))
-    x = reshape_axes(x, at + 1, 1, (fold.major, fold.size // fold.major))
+    if fold.is_of_both and any(_spec(x)[at : at + 2]):
+        x = _placed(x, at, fold.over, fold.entry)
+    x = reshape_axes(x, at + 1, 1, (fold.major, fold.size // fold.major), None if fold.entry is None else 0)
     return reshape_axes(jnp.swapaxes(x, at, at + 1), at, 3, (fold.count * fold.size,))
 
 
 def unfold_result(x: Any, of: Axes, fold: Fold, size: int) -> Any:
     """A result with the mapped axis as its first one again; `size` is that of the axis without the folded one."""
     at = position(of, fold.letter)
-    x = reshape_axes(x, at, 1, (fold.major, fold.count, fold.size // fold.major), 0 if fold.is_split else 1)
+    parts = (fold.major, fold.count, fold.size // fold.major)
+    if fold.is_of_both and _spec(x)[at] is not None:
+        spec = PartitionSpec(*_spec(x)[:at], fold.entry, fold.over, None, *_spec(x)[at + 1 :])
+        sharding = NamedSharding(jax.typeof(x).sharding.mesh, spec)
+        x = jax.lax.reshape(x, (*x.shape[:at], *parts, *x.shape[at + 1 :]), out_sharding=sharding)
+    else:
+        x = reshape_axes(x, at, 1, parts, 1 if fold.entry is None else 0)
     x = reshape_axes(jnp.swapaxes(x, at, at + 1), at + 1, 2, (fold.size,))
     if size != fold.size:  # the cotangent of an operand that was broadcast along this axis
         x = x.sum(at + 1, keepdims=True, dtype=x.dtype)
+    elif fold.entry is not None and is_broadcast(of[at], size):  # on one device: an axis of size 1 counts as broadcast
+        x = _placed(x, at + 1, None)
     x = jnp.moveaxis(x, at, 0)
-    entry, *rest = _spec(x)
-    if fold.over is None or entry == fold.over:
-        return x
     # A folded axis of size 1 that may be broadcast is whole.
-    to = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(fold.over, *rest))
-    return resharded(x, {"x": x}, (("x", to),))["x"]
+    return x if fold.over is None else _placed(x, 0, fold.over)
+
+
+def _placed(x: Any, at: int, *entries: Any) -> Any:
+    """An array on an Explicit mesh with these entries for the axes from `at`."""
+    spec = _spec(x)
+    wanted = (*spec[:at], *entries, *spec[at + len(entries) :])
+    if wanted == spec:
+        return x
+    return resharded(x, {"x": x}, (("x", NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*wanted))),))["x"]
 
 
 def split_axis(operation: str, name: str, x: Any, at: int, given: tuple[int, ...], target: int, what: str) -> Any:
@@ -121,7 +148,7 @@ def split_axis(operation: str, name: str, x: Any, at: int, given: tuple[int, ...
 
 
 def reshape_axes(x: Any, at: int, taken: int, given: tuple[int, ...], target: int | None = None) -> Any:
-    """Replaces `taken` axes from `at` by axes of sizes `given`; `target` gets the mesh axes of a sharded axis.
+    """Replaces `taken` axes from `at` by axes of sizes `given`; `target` gets the mesh axes of sharded axes.
 
     It is by default the first that is not 1.
     """
@@ -133,7 +160,9 @@ def reshape_axes(x: Any, at: int, taken: int, given: tuple[int, ...], target: in
     entries = [entry for entry in spec[at : at + taken] if entry is not None]
     if target is None:
         target = next((i for i, size in enumerate(given) if size != 1), 0)
-    kept = [entries[0] if entries and i == target else None for i in range(len(given))]
+    names = tuple(name for entry in entries for name in names_of(entry))
+    joined = entries[0] if len(entries) == 1 else names or None
+    kept = [joined if i == target else None for i in range(len(given))]
     sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*spec[:at], *kept, *spec[at + taken :]))
     return jax.lax.reshape(x, new, out_sharding=sharding)
 
@@ -147,9 +176,11 @@ def _is_whole(of: Axes, letter: str) -> bool:
     return at is not None and not of[at].optional
 
 
-def _is_sharded(table: Table, letter: str, arrays: Mapping[str, Any], dims: Mapping[str, int | None]) -> bool:
+def _entry(table: Table, letter: str, arrays: Mapping[str, Any], dims: Mapping[str, int | None]) -> Any:
+    """The entry of an axis in the shardings of the operands; None where it is whole in all of them."""
     places = {name: at for name in arrays if (at := position(table[name], letter)) is not None}
-    return any(_without(_spec(arrays[name]), dims[name])[at] is not None for name, at in places.items())
+    entries = (_without(_spec(arrays[name]), dims[name])[at] for name, at in places.items())
+    return next((entry for entry in entries if entry is not None), None)
 
 
 def _spec(x: Any) -> tuple[Any, ...]:

@@ -190,13 +190,23 @@ def test_a_mapped_axis_of_one_example_on_one_device():
 
 
 def test_a_mapped_axis_beside_a_batch_on_other_devices():
-    """Results are split along both, as the queries are."""
-    for shape, examples in (((2, 2), 2), ((1, 2), 1)):
+    """Results are split along both, as the queries are, and stay where they are; with a scale of each example, too."""
+    rng = np.random.default_rng(0)
+    loss = lambda q, k, scale: jnp.sin(ejkernel.lax.flash_attention(q, k, k, softmax_scale=scale)).sum()
+    for shape, examples, batch in (((2, 4), 4, 8), ((2, 1), 2, 1), ((1, 2), 1, 2)):
         mesh = mesh_of(shape=shape)
-        with jax.set_mesh(mesh):
-            q = jax.device_put(np.ones((examples, 2, 4, 1, 8), np.float32), NamedSharding(mesh, P("x", "y")))
-            attend = jax.jit(jax.vmap(lambda q: ejkernel.lax.flash_attention(q, q, q)))
-            assert jax.typeof(attend(q)) == jax.typeof(q)
+        put = lambda x, *spec, mesh=mesh: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+        q, k = (rng.standard_normal((examples, batch, 6, 2, 8)).astype(np.float32) for _ in range(2))
+        scale = np.linspace(0.1, 0.3, examples, dtype=np.float32)
+        attend = jax.vmap(lambda q, k, scale: ejkernel.lax.flash_attention(q, k, k, softmax_scale=scale), (0, None, 0))
+        gradients = jax.vmap(jax.grad(loss, (0, 1, 2)), (0, None, 0))
+        for call in (attend, gradients):
+            args = put(q, "x", "y"), put(k[0], "y"), put(scale, "x")
+            found = jax.jit(call)(*args)
+            assert_close(found, jax.jit(call)(q, k[0], scale))
+            assert jax.typeof(jax.tree.leaves(found)[0]) == jax.typeof(args[0])
+            program = jax.jit(call).lower(*args).compile().as_text()
+            assert "all-gather" not in program and "all-to-all" not in program
 
 
 def check_mapped(mesh, examples, spec):
