@@ -64,6 +64,18 @@ def case(name, sizes, operands, result, split_with=(), tiny=None, **options):
     return Packed("quantized_matmul", name, sizes, operands, (result,), options, split_with=dict(split_with), tiny=tiny)
 
 
+def few_rows(bits, group, transpose, rows, features, columns):
+    """A call of few rows in two batches."""
+    of_codes, codes_of_row = (columns, features) if transpose else (features, columns)
+    sizes = dict(b=2, s=rows, k=features, r=of_codes, p=codes_of_row * bits // 32, u=codes_of_row // group)
+    operands = {
+        n: Operand(f"r {axis}", of)
+        for n, axis, of in (("w", "p", codes), ("scales", "u", positive), ("zeros", "u", middle))
+    }
+    options = dict(bits=bits, group_size=group, transpose=transpose)
+    return case(f"{bits}-{group}-{transpose}-{rows}", sizes, operands, "b s c", **options)
+
+
 COLUMNS = dict(c="g", p="g", u="g")
 
 CASES = (

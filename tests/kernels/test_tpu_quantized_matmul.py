@@ -2,8 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
-from cases import Operand
-from cases.quantized_matmul import case, codes, middle, positive
+from cases.quantized_matmul import few_rows
 
 from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
@@ -11,19 +10,6 @@ from . import against_xla
 from .tpu_interpreter import interpreted
 
 CONFIG = QuantizedMatmulConfig(block_m=16, block_n=1, block_k=128, platform="pallas", backend="tpu")
-
-
-def call(bits, group, transpose, rows, features, columns):
-    """A call of few rows, of which two batches are 16 or 32 rows together."""
-    of_codes, codes_of_row = (columns, features) if transpose else (features, columns)
-    sizes = dict(b=2, s=rows, k=features, r=of_codes, p=codes_of_row * bits // 32, u=codes_of_row // group)
-    operands = {
-        n: Operand(f"r {axis}", of)
-        for n, axis, of in (("w", "p", codes), ("scales", "u", positive), ("zeros", "u", middle))
-    }
-    return case(
-        f"{bits}-{group}-{transpose}-{rows}", sizes, operands, "b s c", bits=bits, group_size=group, transpose=transpose
-    )
 
 
 # Whole rows of codes in a tile, and tiles that end beyond the last group and the last row; rows of x in several tiles.
@@ -42,13 +28,13 @@ CALLS = (
 @pytest.mark.parametrize("sizes", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in CALLS)], ids=str)
 def test_in_the_interpreter(sizes):
     """Forward, backward and tangent."""
-    of = call(*sizes)
+    of = few_rows(*sizes)
     against_xla.check(of, against_xla.prepared(of), "pallas", "tpu", CONFIG, run=interpreted)
 
 
 @pytest.mark.parametrize("transpose", (False, True))
 def test_bfloat16_in_the_interpreter(transpose):
     """Weights and results are rounded as in XLA; only the order of sums differs."""
-    of = call(4, 32, transpose, 4, 64, 64)
+    of = few_rows(4, 32, transpose, 4, 64, 64)
     prepared = against_xla.prepared(of, jnp.bfloat16)
     against_xla.check(of, prepared, "pallas", "tpu", CONFIG, tolerance=1e-2, run=interpreted)

@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Operand
-from cases.quantized_matmul import case, codes, middle, positive
+from cases.quantized_matmul import few_rows
 
 from ejkernel.kernels._target import lowering_for
 from ejkernel.modules._operation import OPERATIONS
@@ -19,24 +18,10 @@ from ejkernel.kernels._triton.quantized_matmul import kernels  # noqa: E402
 
 from . import against_xla, interpreter  # noqa: E402
 
-
-def call(bits, group, transpose, rows, features, columns):
-    """A call of few rows."""
-    of_codes, codes_of_row = (columns, features) if transpose else (features, columns)
-    sizes = dict(b=2, s=rows, k=features, r=of_codes, p=codes_of_row * bits // 32, u=codes_of_row // group)
-    operands = {
-        n: Operand(f"r {axis}", of)
-        for n, axis, of in (("w", "p", codes), ("scales", "u", positive), ("zeros", "u", middle))
-    }
-    return case(
-        f"{bits}-{group}-{transpose}", sizes, operands, "b s c", bits=bits, group_size=group, transpose=transpose
-    )
-
-
 # Tiles beyond the rows, the codes of a row and the rows of codes; groups that are wider than a tile, and many in one;
 # more rows than a config has; codes of a row in one word.
 CALLS = [
-    call(bits, group, transpose, rows, *sizes)
+    few_rows(bits, group, transpose, rows, *sizes)
     for bits, group, transpose, rows, sizes in (
         (4, 16, False, 3, (40, 48)),
         (4, 64, False, 1, (50, 192)),
