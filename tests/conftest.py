@@ -9,6 +9,7 @@ from pathlib import Path
 import xla_flags
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes of a distributed run share a GPU
 os.environ.setdefault(
     "JAX_TRACEBACK_FILTERING", "off"
 )  # otherwise JAX takes 70 ms to format an error that a test expects
