@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .. import VMEM_BYTES
 from .problem import Problem, Tile
 from .schedule import Schedule
 
 # Accumulators are float32.
 vmem = partial(pltpu.VMEM, dtype=jnp.float32)
-# Vector memory of a kernel: every chip from v5e on has at least 64 MiB, but on some the compiler's default is 16 MiB.
-VMEM_BYTES = 56 * 2**20
 
 
 def launch(

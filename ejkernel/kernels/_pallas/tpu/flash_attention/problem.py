@@ -18,6 +18,8 @@ from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import KernelConfig
 
+from .. import round_up
+
 LANES = 128
 
 # For weights exp(s − lse) that are divided by the sum of their row: the largest exponent, above which sums may
@@ -147,10 +149,6 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chu
 def balanced(size: int, limit: int) -> int:
     """The smallest block that covers `size` in as few blocks as `limit` does: 768 for 2176 and a limit of 1024."""
     return round_up(-(-size // -(-size // limit)), LANES)
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def pad_axis(x, axis: int, size: int, **mode):

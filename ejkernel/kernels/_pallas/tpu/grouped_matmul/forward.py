@@ -17,6 +17,7 @@ from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outp
 from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 from ejkernel.xla_utils.groups import group_bounds
 
+from .. import VMEM_BYTES
 from .._work_list import (
     WorkItem,
     count_of,
@@ -27,9 +28,6 @@ from .._work_list import (
     segment_in_batch,
     work_list_of_all_tiles,
 )
-
-# Vector memory of a kernel: every chip from v5e on has at least 64 MiB, but on some the compiler's default is 16 MiB.
-VMEM_BYTES = 56 * 2**20
 
 
 def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: GroupedMatmulConfig) -> Outputs:

@@ -29,6 +29,9 @@ def supports(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> s
         return f"groups of {spec.group_size} codes of {spec.bits} bits; the TPU kernel takes whole words of whole codes"
     if operands.x.dtype.name not in ("bfloat16", "float32"):
         return f"x is {operands.x.dtype}; the matrix unit takes bfloat16 and float32"
+    for name in ("scales", "zeros"):
+        if (dtype := getattr(operands, name).dtype.name) not in ("bfloat16", "float32"):
+            return f"{name} is {dtype}; the TPU kernel takes bfloat16 and float32"
     if any(a.shape[0] != 1 for a in (operands.w, operands.scales, operands.zeros)):
         return "w has a batch axis; the TPU kernel takes one matrix for all rows"
     if (tile := LANES * words_of_tile(math.prod(operands.w.shape[3:]), 1, spec)) > MOST_WORDS:

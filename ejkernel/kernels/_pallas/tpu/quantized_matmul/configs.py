@@ -7,6 +7,8 @@ from ejkernel.primitives.quantized_matmul import Operands, QuantizedMatmulSpec
 from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
+from .. import round_up
+
 LANES, ROWS = 128, 16
 MOST_WORDS = 2**19
 """Words of a tile; beside them there are their scales, zeros and weights in float32."""
@@ -17,7 +19,7 @@ BLOCKS = ((512, 8192), (256, 8192), (128, 8192), (256, 16384))
 def space(operation: str, operands: Operands, spec: QuantizedMatmulSpec, target: Target) -> list[QuantizedMatmulConfig]:
     """The configs worth measuring for a call (arrays or shapes), the most promising first."""
     rows = operands.x.shape[0] * operands.x.shape[1]
-    block_m = min(128, rounded_up(rows, ROWS))
+    block_m = min(128, round_up(rows, ROWS))
     of = dict(platform=Platform.PALLAS, backend=Backend.TPU)
     return [QuantizedMatmulConfig(block_m, codes, rows_of_codes, **of) for rows_of_codes, codes in BLOCKS]
 
@@ -26,8 +28,3 @@ def words_of_tile(words: int, codes: int, spec: QuantizedMatmulSpec) -> int:
     """Words of a tile of about so many codes of a row: all of a row, or those of a multiple of 128 groups."""
     whole = LANES * spec.group_size * spec.bits // 32
     return min(words, max(1, codes * spec.bits // 32 // whole) * whole)
-
-
-def rounded_up(size: int, unit: int) -> int:
-    """The least multiple of the unit that is positive and no less than the size."""
-    return max(1, -(-size // unit)) * unit

@@ -9,6 +9,7 @@ whose scales and zeros are those of the groups, spread over their words by a pro
 change their lanes; instead the P results, or with Wᵀ the P parts of x, are brought into the order of columns outside.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,12 +24,13 @@ from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMat
 from ejkernel.types import Target
 from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
 
-from .configs import LANES, MOST_WORDS, ROWS, rounded_up, words_of_tile
+from .. import VMEM_BYTES, round_up
+from .configs import LANES, MOST_WORDS, ROWS, words_of_tile
 
-# Vector memory of a kernel: every chip from v5e on has at least 64 MiB, but on some the compiler's default is 16 MiB.
-VMEM_BYTES = 56 * 2**20
 MOST_SUMS = 2**21
 """Sums of a tile in float32, for all codes of a word."""
+NOT_FINITE = -(2.0**127)
+"""A power of two, which float32 and bfloat16 have; no group has it for a scale."""
 
 
 def quantized_matmul(*operands: Array | None, spec: QuantizedMatmulSpec, config: QuantizedMatmulConfig) -> Outputs:
@@ -112,7 +114,7 @@ def product(x: Array, over_rows: bool, of: Operands, spec: QuantizedMatmulSpec, 
     x = jnp.moveaxis(x.reshape(m, -1, parts), 2, 0)
     (summed, depth), (columns, width) = problem.contracted, problem.columns
     results = problem.per_word if over_rows else 1
-    rows = min(config.block_m, rounded_up(m, ROWS), rounded_up(MOST_SUMS // (results * width), ROWS))
+    rows = min(config.block_m, round_up(m, ROWS), max(ROWS, round_up(MOST_SUMS // (results * width), ROWS)))
     x = jnp.pad(x, ((0, 0), (0, -m % rows), (0, -summed % depth)))
     of_codes = lambda i, j, s: (s, j) if over_rows else (j, s)
     of_groups = pl.BlockSpec((problem.block_rows, problem.block_groups), of_codes)
@@ -161,7 +163,7 @@ def _kernel(x, w, scales, zeros, o, total, *, problem: Problem):
         total[...] = jnp.zeros_like(total)
 
     words, inside = pltpu.bitcast(w[...], jnp.int32), _inside(problem, tile_of_rows, tile_of_words)
-    scale, zero = (_spread(jnp.where(inside, a[...], 0), problem) for a in (scales, zeros))
+    scale, zero = _spread([jnp.where(inside, a[...], 0) for a in (scales, zeros)], problem)
     dimensions = (((1,), (0 if problem.over_rows else 1,)), ((), ()))
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     for n in range(problem.per_word):
@@ -185,13 +187,22 @@ def _inside(problem: Problem, tile_of_rows: Array, tile_of_words: Array) -> Arra
     return (row < problem.rows) & (group < problem.groups)
 
 
-def _spread(of_groups: Array, problem: Problem) -> Array:
-    """The number of each word's group, [rows, words] in float32: one term of a sum, which is exact."""
+def _spread(of_groups: Sequence[Array], problem: Problem) -> tuple[Array, Array]:
+    """Scale and zero of each word's group, [rows, words] in float32: one term of a sum, which is exact.
+
+    A term that is not finite would make all sums NaN: NOT_FINITE is the scale of its group until it is spread.
+    """
     shape = (problem.block_groups, problem.block_words)
     word = lax.broadcasted_iota(jnp.int32, shape, 1)
     first = lax.broadcasted_iota(jnp.int32, shape, 0) * problem.words_of_group
-    ones = (first <= word) & (word < first + problem.words_of_group)
-    # The matrix unit multiplies bfloat16 in one pass, and float32 in six.
-    exact = of_groups if of_groups.dtype == jnp.bfloat16 else of_groups.astype(jnp.float32)
-    precision = lax.Precision.DEFAULT if exact.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
-    return jnp.dot(exact, ones.astype(exact.dtype), precision=precision, preferred_element_type=jnp.float32)
+    ones = ((first <= word) & (word < first + problem.words_of_group)).astype(jnp.float32)
+
+    def spread(a: Array) -> Array:
+        # The matrix unit multiplies bfloat16 in one pass, and float32 in six.
+        precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+        return jnp.dot(a, ones.astype(a.dtype), precision=precision, preferred_element_type=jnp.float32)
+
+    scales, zeros = of_groups
+    is_finite = (jnp.abs(scales.astype(jnp.float32)) < jnp.inf) & (jnp.abs(zeros.astype(jnp.float32)) < jnp.inf)
+    scale, zero = spread(jnp.where(is_finite, scales, NOT_FINITE)), spread(jnp.where(is_finite, zeros, 0))
+    return jnp.where(scale == NOT_FINITE, jnp.nan, scale), zero
