@@ -42,7 +42,7 @@ CALLS = [
 def test_in_the_interpreter(of, parts, monkeypatch):
     """Forward, backward and tangent; the features whole, and in parts that are added up."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
-    monkeypatch.setattr(kernels, "_takes_ptx", lambda: False)
+    monkeypatch.setattr(_launch, "has_ptx", lambda: False)
     monkeypatch.setattr(kernels, "_parts", lambda tiles, steps: min(parts, steps))
     config = QuantizedMatmulConfig(16, 32, 16)
     against_xla.check(of, against_xla.prepared(of), "triton", "gpu", config)
@@ -66,7 +66,7 @@ REGISTERS = (
 def test_registers_in_the_interpreter(bits, group, rows, sizes, of_lane, features, parts, block_m, monkeypatch):
     """x · W, and x · Wᵀ in the cotangent of x, as each lane of `mma.sync` has its operands and sums."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
-    monkeypatch.setattr(kernels, "_takes_ptx", lambda: False)
+    monkeypatch.setattr(_launch, "has_ptx", lambda: False)
     monkeypatch.setattr(kernels, "_parts_in_registers", lambda problem: min(parts, problem.blocks))
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 2**32, (sizes[0], sizes[1] * bits // 32), np.uint32)

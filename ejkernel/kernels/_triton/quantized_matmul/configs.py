@@ -28,33 +28,32 @@ def space(operation: str, operands: Operands, spec: QuantizedMatmulSpec, target:
     limit = shared_memory_limit(target)
     first = TILES[:2] if rows_of_tile(operands) < MOST_ROWS else TILES[1::-1]
     configs = [_config(operands, tile) for tile in (*first, *TILES[2:], SMALLEST)]
-    if not registers_refusal(operation, operands, spec, target):
+    is_forward = not operation.endswith("_bwd")
+    if x_rows(operands) <= MOST_ROWS_IN_REGISTERS and not registers_refusal(
+        is_forward != spec.transpose, operands, target
+    ):
         configs = _in_registers(operands, spec) + configs
     fitting = [config for config in configs[:-1] if shared_memory(operation, operands, config) <= limit]
     return fitting or configs[-1:]
 
 
-def registers_refusal(
-    operation: str, operands: Operands, spec: QuantizedMatmulSpec, target: Target, most: int = MOST_ROWS_IN_REGISTERS
-) -> str | None:
-    """Why codes of these operands are not made numbers in registers, or None."""
+def registers_refusal(over_rows: bool, operands: Operands, target: Target) -> str | None:
+    """Why codes of these operands are not made numbers in registers, or None; over_rows: their rows are contracted."""
     if target.platform != "cuda":
         return f"registers are laid out for mma.sync of PTX, which {target.platform} does not have"
-    if operation.endswith("_bwd") != spec.transpose:
+    if not over_rows:
         return "the codes of a word are contracted; registers have them as columns of the product"
     dtypes = {name: getattr(operands, name).dtype.name for name in ("x", "scales", "zeros")}
     if len(set(dtypes.values())) > 1:
         return ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items()) + "; they have to be alike"
     if (features := operands.w.shape[1] * operands.w.shape[2]) % 2:
         return f"{features} features are contracted; registers have pairs of them"
-    if (rows := operands.x.shape[0] * operands.x.shape[1]) > most:
-        return f"x has {rows} rows; with more than {most} registers are slower"
     return None
 
 
 def _in_registers(operands: Operands, spec: QuantizedMatmulSpec) -> list[QuantizedMatmulConfig]:
     columns = operands.w.shape[3] * operands.w.shape[4] * spec.group_size
-    few = operands.x.shape[0] * operands.x.shape[1] <= FEW_ROWS
+    few = x_rows(operands) <= FEW_ROWS
     return [
         _config(operands, (8 * warps * of_lane, features, warps, stages), REGISTERS)
         for of_lane, features, warps, stages in (OF_LANES_AND_FEW_ROWS if few else OF_LANES)
@@ -69,9 +68,14 @@ def _config(operands: Operands, tile: tuple[int, int, int, int], algorithm: str 
     return QuantizedMatmulConfig(rows, columns, features, num_warps=warps, num_stages=stages, **of)
 
 
+def x_rows(operands: Operands) -> int:
+    """Rows of x, of all batches."""
+    return operands.x.shape[0] * operands.x.shape[1]
+
+
 def rows_of_tile(operands: Operands) -> int:
     """All rows, a power of two, as far as a kernel takes them."""
-    rows = min(MOST_ROWS, operands.x.shape[0] * operands.x.shape[1])
+    rows = min(MOST_ROWS, x_rows(operands))
     return max(16, 1 << max(0, rows - 1).bit_length())
 
 

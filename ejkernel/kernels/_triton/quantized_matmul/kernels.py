@@ -101,10 +101,12 @@ def _product(
     _, k, n, g, h, _ = of.w.shape
     rows, R, C = x.shape[0] * x.shape[1], k * n, g * h * spec.group_size
     if config.algorithm == REGISTERS:
-        problem = in_registers(rows, R, C, of, over_rows, spec, config)
+        if wrong := registers_refusal(over_rows, of, gpu_target()):
+            raise ValueError(f"quantized_matmul: config.algorithm is {REGISTERS}, but {wrong}")
+        problem = in_registers(rows, R, C, of, spec, config)
         kernel, blocks, programs = product_in_registers, {}, problem.programs_of_part * problem.parts
     else:
-        problem = Problem(rows, R, C, spec.bits, spec.group_size, over_rows, parts=1, ptx=_takes_ptx())
+        problem = Problem(rows, R, C, spec.bits, spec.group_size, over_rows, parts=1, ptx=_launch.has_ptx())
         tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(problem.columns, config.block_n)
         problem = replace(problem, parts=_parts(tiles, triton.cdiv(problem.features, config.block_k)))
         kernel, programs = product_kernel, problem.parts * tiles
@@ -127,37 +129,30 @@ def _product(
 
 
 def in_registers(
-    rows: int, R: int, C: int, of: Operands, over_rows: bool, spec: QuantizedMatmulSpec, config: QuantizedMatmulConfig
+    rows: int, R: int, C: int, of: Operands, spec: QuantizedMatmulSpec, config: QuantizedMatmulConfig
 ) -> fragments.Problem:
     """The problem of registers.py for a call with a config.
 
     Raises:
-        ValueError: the config is one for other shapes or dtypes.
+        ValueError: the config is one for other shapes.
     """
-    operation = "quantized_matmul" if over_rows != spec.transpose else "quantized_matmul_bwd"
-    if wrong := registers_refusal(operation, of, spec, gpu_target(), most=rows):
-        raise ValueError(f"{operation}: config.algorithm is {REGISTERS}, but {wrong}")
     of_lane = config.block_n // (8 * config.num_warps)
     words, steps = of_lane * spec.bits // 32, config.block_k // fragments.FEATURES_OF_STEP
     if words not in WORDS or of_lane * spec.bits % 32 or spec.group_size % of_lane or C % of_lane:
         raise ValueError(
-            f"{operation}: config.block_n gives each lane {of_lane} columns; in registers these must be codes of "
+            f"quantized_matmul: config.block_n gives each lane {of_lane} columns; in registers these must be codes of "
             f"{WORDS} words, and divide the group of {spec.group_size} and all {C} columns"
         )
     tiles = min(config.block_m // 8, triton.next_power_of_2(triton.cdiv(rows, 8)))
     if (sums := 2 * tiles * of_lane) > MOST_SUMS or steps > MOST_STEPS:
         raise ValueError(
-            f"{operation}: config gives each lane {sums} sums and {16 * steps} features at a time; its registers hold "
-            f"{MOST_SUMS} and {16 * MOST_STEPS}"
+            f"quantized_matmul: config gives each lane {sums} sums and {16 * steps} features at a time; its registers "
+            f"hold {MOST_SUMS} and {16 * MOST_STEPS}"
         )
-    sizes = dict(words=words, steps=steps, warps=config.num_warps, ahead=config.num_stages > 1, ptx=_takes_ptx())
+    sizes = dict(words=words, steps=steps, warps=config.num_warps, ahead=config.num_stages > 1, ptx=_launch.has_ptx())
     of = spec.bits, spec.group_size, of.x.dtype.name
     problem = fragments.Problem(rows, R, C, *of, parts=1, tiles=tiles, **sizes)
     return replace(problem, parts=_parts_in_registers(problem))
-
-
-def _takes_ptx() -> bool:
-    return gpu_target().platform == "cuda"
 
 
 def _parts(tiles: int, steps: int) -> int:
