@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton.language as tl
 from triton.language.core import tuple_type
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
@@ -68,13 +69,27 @@ interpreter._patch_lang_tensor = _patch_lang_tensor
 
 def _create_dot(self, x, y, total, *options, plain=interpreter.InterpreterBuilder.create_dot):
     """In float32 a product is rounded once: x·y and (yᵀ·xᵀ)ᵀ are equal, as on a GPU and unlike in NumPy."""
-    if x.data.dtype != np.float32:
+    if x.dtype.scalar not in (tl.float32, tl.bfloat16):
         return plain(self, x, y, total, *options)
-    product = x.data.astype(np.float64) @ y.data.astype(np.float64)
+    product = _numbers(x).astype(np.float64) @ _numbers(y).astype(np.float64)
     return interpreter.TensorHandle(product.astype(np.float32) + total.data, total.dtype.scalar)
 
 
+def _cast(self, x, dtype, plain=interpreter.InterpreterBuilder.cast_impl):
+    """Between float32 and bfloat16, which Triton's own truncates: rounded to nearest, as on a GPU."""
+    if {x.dtype.scalar, dtype.scalar} != {tl.float32, tl.bfloat16}:
+        return plain(self, x, dtype)
+    found = _numbers(x).astype(np.float32 if dtype.scalar == tl.float32 else jnp.bfloat16)
+    return interpreter.TensorHandle(found.view(interpreter._get_np_dtype(dtype)), dtype.scalar)
+
+
+def _numbers(x) -> np.ndarray:
+    """The numbers of a tensor, of which those in bfloat16 are kept as their bits."""
+    return x.data.view(jnp.bfloat16) if x.dtype.scalar == tl.bfloat16 else x.data
+
+
 interpreter.InterpreterBuilder.create_dot = _create_dot
+interpreter.InterpreterBuilder.cast_impl = _cast
 
 
 def _generic_reduce(self, input):
