@@ -38,7 +38,7 @@ Supports = Callable[[RecurrenceSpec, Recurrence, Any], str | None]
 
 def shapes_of(x: Operands) -> Recurrence:
     """The operands of the recurrence, without contents, for those of a call (arrays or shapes)."""
-    array, dtype = jax.ShapeDtypeStruct, _dtype(x)
+    array, dtype = jax.ShapeDtypeStruct, dtype_of_products(x)
     state = x.initial_state
     if state is not None:
         state = array((*state.shape[:3], state.shape[4], state.shape[3]), jnp.float32)
@@ -72,30 +72,31 @@ def by_kernels(
         primals: Operands, outputs: Outputs, cotangents: Outputs, *, wrt: tuple[str, ...], spec: StateSpaceSpec,
         config: RecurrenceConfig,
     ) -> tuple[Array, ...]:  # fmt: skip
+        x, bar = of_sequences_alone(primals, cotangents)
         pull = lambda x, bar, wrt: recurrence_bwd(x, None, bar, wrt=wrt, spec=SPEC, config=config)
-        return backward(pull, primals, cotangents, wrt)
+        return backward(partial(cotangents_by, pull, x, bar), x, bar.o, wrt)
 
     return state_space_v2, state_space_v2_jvp, state_space_v2_bwd
 
 
 def forward(recurrence: Callable[..., States], x: Operands) -> Outputs:
     """y and the final state; `recurrence` takes the operands of a recurrence."""
-    x = _with_zeros(x)
+    x = with_zeros(x)
     o, state = recurrence(*_recurrence(x))
     if x.D is not None:
         o = o + _of_heads(x.D) * _wide(x.x)
-    return Outputs(_of_sequences(o, x).astype(x.x.dtype), _transposed(state))
+    return Outputs(of_sequences(o, x).astype(x.x.dtype), _transposed(state))
 
 
 def tangent(recurrence_jvp: Callable[..., States], x: Operands, dot: Operands) -> Outputs:
     """The tangents of both; `recurrence_jvp` takes the primals of a recurrence and their tangents."""
-    x, dot = _with_zeros(x), _with_zeros(dot, x)
+    x, dot = with_zeros(x), with_zeros(dot, x)
     u, dt = _wide(x.x), _wide(x.dt)
     of_dt = None if dot.dt is None else _wide(dot.dt)
     o, state = recurrence_jvp(
         _recurrence(x),
         Recurrence(
-            *(None if a is None else a.astype(_dtype(x)) for a in (dot.C, dot.B)),
+            *(None if a is None else a.astype(dtype_of_products(x)) for a in (dot.C, dot.B)),
             v=_sum(
                 None if of_dt is None else of_dt[..., None] * u,
                 None if dot.x is None else dt[..., None] * _wide(dot.x),
@@ -109,58 +110,76 @@ def tangent(recurrence_jvp: Callable[..., States], x: Operands, dot: Operands) -
     )
     of_D = None if dot.D is None else _of_heads(dot.D) * u
     of_x = None if dot.x is None or x.D is None else _of_heads(x.D) * _wide(dot.x)
-    return Outputs(_of_sequences(_sum(o, of_D, of_x), x).astype(x.x.dtype), _transposed(state))
+    return Outputs(of_sequences(_sum(o, of_D, of_x), x).astype(x.x.dtype), _transposed(state))
+
+
+def of_sequences_alone(x: Operands, cotangents: Outputs) -> tuple[Operands, Outputs]:
+    """Operands and cotangents with zeros for x, dt and the cotangent of y in tokens of no sequence."""
+    dy = cotangents.o
+    return with_zeros(x), cotangents._replace(o=None if dy is None else of_sequences(dy, x))
 
 
 def backward(
-    recurrence_bwd: Callable[..., tuple], x: Operands, cotangents: Outputs, wrt: tuple[str, ...]
+    pull: Callable[[tuple[str, ...]], tuple], x: Operands, dy: Array | None, wrt: tuple[str, ...]
 ) -> tuple[Array, ...]:
-    """The cotangents of the operands named in wrt.
+    """The cotangents of the operands named in wrt; x and dy hold zeros in tokens of no sequence.
 
-    `recurrence_bwd` takes the primals of a recurrence, the cotangents of its outputs, and names of operands.
+    `pull` takes names and gives cotangents: of q, k, g and initial_state of the recurrence, of x by the name v, and by
+    the name dt that of the dt in its values.
     """
-    x, dy = _with_zeros(x), cotangents.o
-    dy = None if dy is None else _of_sequences(dy, x)
-    needed = dict(q={"C"}, k={"B"}, v={"x", "dt"}, g={"A", "dt"}, initial_state={"initial_state"})
+    needed = dict(q={"C"}, k={"B"}, v={"x"}, dt={"dt"}, g={"A", "dt"}, initial_state={"initial_state"})
     names = tuple(name for name, operands in needed.items() if operands & set(wrt))
-    of = {}
-    if names:
-        states = States(dy, _transposed(cotangents.final_state))
-        of = dict(zip(names, recurrence_bwd(_recurrence(x), states, names), strict=True))
-    u, dt = _wide(x.x), _wide(x.dt)
-    passed = lambda factor: None if dy is None else factor * _wide(dy)
+    of = dict(zip(names, pull(names), strict=True)) if names else {}
     of_batch = lambda a, like: exact_sum(a, (0, 1) if like.shape[0] == 1 else (1,)).reshape(like.shape)
     gradients = {
-        "x": lambda: _sum(dt[..., None] * of["v"], None if x.D is None else passed(_of_heads(x.D))),
-        "A": lambda: of_batch(dt * of["g"], x.A),
+        "x": lambda: of["v"],
+        "A": lambda: of_batch(_wide(x.dt) * of["g"], x.A),
         "B": lambda: of["k"],
         "C": lambda: of["q"],
-        "dt": lambda: (of["v"] * u).sum(-1) + _wide(x.A)[:, None] * of["g"],
-        "D": lambda: jnp.zeros_like(x.D) if dy is None else of_batch(passed(u).sum(-1), x.D),
-        "initial_state": lambda: _transposed(of["initial_state"]),
+        "dt": lambda: of["dt"] + _wide(x.A)[:, None] * of["g"],
+        "D": lambda: jnp.zeros_like(x.D) if dy is None else of_batch((_wide(dy) * _wide(x.x)).sum(-1), x.D),
+        "initial_state": lambda: of["initial_state"],
     }
     return tuple(gradients[name]().astype(getattr(x, name).dtype) for name in wrt)
 
 
+def cotangents_by(
+    recurrence_bwd: Callable[..., tuple], x: Operands, cotangents: Outputs, names: tuple[str, ...]
+) -> tuple[Array, ...]:
+    """What `backward` asks for, by the backward of a recurrence with values dt · x."""
+    dy, dt = cotangents.o, _wide(x.dt)
+    asked = tuple(name for name in ("q", "k", "v", "g", "initial_state") if name in names)
+    asked += ("v",) if "dt" in names and "v" not in names else ()
+    states = States(dy, _transposed(cotangents.final_state))
+    of = dict(zip(asked, recurrence_bwd(_recurrence(x), states, asked), strict=True))
+    skipped = None if dy is None or x.D is None else _of_heads(x.D) * _wide(dy)
+    found = {
+        "v": lambda: _sum(dt[..., None] * of["v"], skipped),
+        "dt": lambda: (of["v"] * _wide(x.x)).sum(-1),
+        "initial_state": lambda: _transposed(of["initial_state"]),
+    }
+    return tuple(found[name]() if name in found else of[name] for name in names)
+
+
 def _recurrence(x: Operands) -> Recurrence:
-    dtype, dt = _dtype(x), _wide(x.dt)
+    dtype, dt = dtype_of_products(x), _wide(x.dt)
     v, g = dt[..., None] * _wide(x.x), dt * _wide(x.A)[:, None]
     q, k = x.C.astype(dtype), x.B.astype(dtype)
     return Recurrence(q, k, v, g, initial_state=_transposed(x.initial_state), spans=x.spans)
 
 
-def _dtype(x: Operands) -> Any:
+def dtype_of_products(x: Operands) -> Any:
     """The dtype of matrix products: the narrowest that holds x, B and C."""
     return np.dtype(jnp.result_type(*(a.dtype for a in (x.x, x.B, x.C))))
 
 
-def _with_zeros(a: Operands, of: Operands | None = None) -> Operands:
+def with_zeros(a: Operands, of: Operands | None = None) -> Operands:
     """Operands or tangents with zeros for x and dt in tokens of no sequence, which may hold NaN."""
-    shown = lambda x: None if x is None else _of_sequences(x, of or a)
+    shown = lambda x: None if x is None else of_sequences(x, of or a)
     return a._replace(x=shown(a.x), dt=shown(a.dt))
 
 
-def _of_sequences(a: Array, x: Operands) -> Array:
+def of_sequences(a: Array, x: Operands) -> Array:
     """The array [b,s,…] with zeros for tokens of no sequence."""
     if x.spans is None:
         return a

@@ -135,4 +135,36 @@ FAILURES_OF_KERNELS = (
         poison=True,
         seed=112,
     ),
+    # The state, a result in float32, was made of values dt · x that were rounded to bfloat16.
+    Call(
+        "state_space_v2",
+        sizes={"s": 64, "h": 6, "g": 2, "e": 32, "d": 128, "m": 2, "n": 1},
+        operands={"x": "1 s h e", "A": "h", "B": "1 s g d", "C": "1 s g d", "D": "h", "dt": "1 s h"}
+        | {"cu_seqlens": "m", "initial_state": "n h e d"},
+        options={"return_state": True},
+        dtype="bfloat16",
+        dtypes={"cu_seqlens": "int32", "A": "call", "dt": "call", "initial_state": "float32"},
+        jit=True,
+        api="modules",
+        platform="triton",
+        values="large",
+        poison=True,
+        seed=3512,
+    ),
+    # The gradient of A was a sum of terms with states and values that were rounded to bfloat16.
+    Call(
+        "state_space_v2",
+        sizes={"b": 2, "s": 300, "h": 3, "g": 1, "e": 16, "d": 16},
+        operands={"x": "b s h e", "A": "h", "B": "b s g d", "C": "b s g d", "D": "h", "dt": "b s h"},
+        options={"return_state": True},
+        dtype="bfloat16",
+        derivative="vjp",
+        wrt=("A", "D"),
+        jit=True,
+        api="modules",
+        platform="triton",
+        values="mixed",
+        poison=True,
+        seed=11176,
+    ),
 )

@@ -20,37 +20,37 @@ from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import outputs, pairs, splits, step, tiles
-from .problem import gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
+from .problem import StateSpace, gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import block_of, chunk_states
 
 
-def recurrence(*operands, spec=RecurrenceSpec(), config=RecurrenceConfig()) -> Outputs:
+def recurrence(*operands, spec=RecurrenceSpec(), config=RecurrenceConfig(), space=StateSpace()) -> Outputs:
     """o and the final state."""
     if config.algorithm == "steps":
-        return step.recurrence(*operands, spec=spec, config=config)
+        return step.recurrence(*operands, spec=spec, config=config, space=space)
     x = Operands(*operands)
     x = gamma_of_batch(x, x.q.shape[0])
     num_splits = splits.number_of(x)
     if num_splits == 1 and not spec.return_output:
-        return _state_alone(x, spec, config)
+        return _state_alone(x, spec, config, space)
     if num_splits == 1:
-        return _of_whole(x, spec, config)
+        return _of_whole(x, spec, config, space)
     q, k, v, g, gk = (splits.split(a, num_splits) for a in x[:5])
     x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, num_splits))
-    p = problem_of(x, spec, config.chunk_size)
-    gates = (x.g, x.gk, x.gv, x.g_gamma)
-    start, final = splits.initial_states(
-        k, v, gates, x.initial_state, num_splits, p, config, backward=False, precise=spec.return_state
-    )
+    space = StateSpace(splits.split(space.dt, num_splits), repeated(space.skip, num_splits))
+    p = problem_of(x, spec, config.chunk_size, of_space=space.dt is not None)
+    gates, how = (x.g, x.gk, x.gv, x.g_gamma), dict(backward=False, precise=spec.return_state, dt=space.dt)
+    start, final = splits.initial_states(k, v, gates, x.initial_state, num_splits, p, config, **how)
     if not spec.return_output:
         return Outputs(_no_output(x, num_splits), final)
-    return Outputs(splits.merged(_of_whole(x._replace(initial_state=start), spec, config).o, num_splits), final)
+    o = _of_whole(x._replace(initial_state=start), spec, config, space).o
+    return Outputs(splits.merged(o, num_splits), final)
 
 
-def _state_alone(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig) -> Outputs:
+def _state_alone(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig, space: StateSpace) -> Outputs:
     """The final state, without chunk states and outputs."""
-    p = problem_of(x, spec, config.chunk_size)
-    how = dict(backward=False, keep=False, precise=spec.return_state)
+    p = problem_of(x, spec, config.chunk_size, of_space=space.dt is not None)
+    how = dict(backward=False, keep=False, precise=spec.return_state, dt=space.dt)
     return Outputs(_no_output(x, 1), chunk_states(*x[1:8], places_of(x, p), p, config, **how)[1])
 
 
@@ -61,8 +61,8 @@ def _no_output(x: Operands, num_splits: int) -> jax.Array:
     return jnp.zeros(shape, x.v.dtype)
 
 
-def _of_whole(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig) -> Outputs:
-    p = problem_of(x, spec, config.chunk_size)
+def _of_whole(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig, space: StateSpace) -> Outputs:
+    p = problem_of(x, spec, config.chunk_size, of_space=space.dt is not None)
     places = places_of(x, p)
     o_type = jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.v.dtype)
     block = min(config.block_v, p.V_PAD)
@@ -70,9 +70,9 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig) -> Ou
     if config.algorithm == "fused_chunks":
         o, final = _launch.launch(
             fused_kernel,
-            *x[:8],
+            *(*x[:8], *space),
             *places[:3],
-            out_type=(o_type, jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)),
+            out_type=(o_type, jax.ShapeDtypeStruct((p.B, p.sequences, p.H, *p.state), jnp.float32)),
             grid=p.B * p.sequences * p.H * blocks,
             config=config,
             p=p,
@@ -81,11 +81,12 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig) -> Ou
             PRECISE=spec.return_state,
         )
     else:
-        states, final = chunk_states(*x[1:8], places, p, config, backward=False, precise=spec.return_state)
+        how = dict(backward=False, precise=spec.return_state, dt=space.dt)
+        states, final = chunk_states(*x[1:8], places, p, config, **how)
         columns = block if x.gv is not None else outputs.columns_of_program(p, block)
         o = _launch.launch(
             outputs_kernel,
-            *(*x[:7], states),
+            *(*x[:7], *space, states),
             *places[:4],
             out_type=o_type,
             grid=p.B * p.chunks * p.H * triton.cdiv(p.V, columns),
@@ -100,17 +101,18 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig) -> Ou
 
 @triton.jit
 def fused_kernel(
-    q, k, v, g, gk, gv, g_gamma, initial, first, length, chunk,
+    q, k, v, g, gk, gv, g_gamma, initial, dt, skip, first, length, chunk,
     o, final,
     p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     p_v: tl.constexpr = p.of_values
+    p_ends: tl.constexpr = p.of_ends
     pid = tl.program_id(0)
     column, head = pid % BLOCKS * BLOCK, pid // BLOCKS % p.H
     n, batch = pid // (BLOCKS * p.H) % p.sequences, pid // (BLOCKS * p.H * p.sequences)
     token, tokens, _ = tiles.sequence_at(batch, n, first, length, chunk, p)
     number = (batch * p.sequences + n) * p.H + head
-    state = tiles.first_state(initial, number, 0, p.D_PAD, column, BLOCK, p)
+    state = tiles.first_state(initial, number, 0, p.D_PAD, column, BLOCK, p_ends)
     for start in tl.range(0, tokens, p.C):
         at, left = token + p.step * start, tokens - start
         q_tile = tiles.load_tile(q, batch, at, left, head // p.per_query, p.HQ, 0, p.D, p.D_PAD, p).to(p.dtype)
@@ -119,20 +121,25 @@ def fused_kernel(
         gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
         products = pairs.pair_products(q_tile, k_tile, gate, G, T, p)
         inter_chunk = outputs.from_state(q_tile, state.to(p.dtype), G, p)
-        o_tile = outputs.chunk_outputs(products, inter_chunk, v_tile, gate, G, gv, batch, at, left, head, column, p)
+        o_tile = outputs.chunk_outputs(
+            products, inter_chunk, v_tile, gate, G, gv, dt, skip, batch, at, left, head, column, p
+        )
         tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
+        factor = 1.0
+        if dt is not None:
+            factor = tiles.load_row_factors(dt, batch, at, left, head, p)
         if gv is not None:
             gates_v = tiles.gates(None, gv, None, batch, at, left, head, column, BLOCK, p_v)
             v_tile = tiles.times(v_tile, gates_v[2], p_v)
             state *= tl.exp(gates_v[3])[None, :]
-        state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, 1.0, p, PRECISE)
-    address, exists = tiles.state_pointers(final, number, 0, p.D_PAD, column, BLOCK, p)
+        state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, factor, p, PRECISE)
+    address, exists = tiles.state_pointers(final, number, 0, p.D_PAD, column, BLOCK, p_ends)
     tl.store(address, state, mask=exists)
 
 
 @triton.jit
 def outputs_kernel(
-    q, k, v, g, gk, gv, g_gamma, states, first, length, chunk, owner,
+    q, k, v, g, gk, gv, g_gamma, dt, skip, states, first, length, chunk, owner,
     o,
     p: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -158,5 +165,7 @@ def outputs_kernel(
             q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, column, p, ROWS, BLOCK, False
         )
         v_tile = tiles.load_tile(v, batch, at, left, head // p.per_value, p.HV, column, p.V, BLOCK, p).to(p.dtype)
-        o_tile = outputs.chunk_outputs(products, inter_chunk, v_tile, gate, G, gv, batch, at, left, head, column, p)
+        o_tile = outputs.chunk_outputs(
+            products, inter_chunk, v_tile, gate, G, gv, dt, skip, batch, at, left, head, column, p
+        )
         tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)

@@ -126,15 +126,19 @@ def from_state_cotangent(k, dstate, U, p: tl.constexpr):
 
 
 @triton.jit
-def chunk_outputs(products, inter_chunk, v, gate, G, gv, batch, at, left, head, column, p: tl.constexpr):
+def chunk_outputs(products, inter_chunk, v, gate, G, gv, dt, skip, batch, at, left, head, column, p: tl.constexpr):
     """o_i from the sums over all features of `pair_products` and `from_state`."""
     p_v: tl.constexpr = p.of_values
     weights = pairs.decayed_pairs(products, gate, G, p) * p.scale
+    if dt is not None:
+        weights *= tl.trans(tiles.load_row_factors(dt, batch, at, left, head, p))
     inter_chunk = inter_chunk if p.by_feature else tiles.times(inter_chunk, G, p)
     gates_v = None
     if gv is not None:
         gates_v = tiles.gates(None, gv, None, batch, at, left, head, column, v.shape[1], p_v)
         inter_chunk = tiles.times(inter_chunk, gates_v[1], p_v)
+    if skip is not None:
+        inter_chunk += tl.load(skip + batch * p.H + head).to(tl.float32) * v.to(tl.float32)
     return add_values(inter_chunk, weights, v, gates_v, p)
 
 

@@ -32,6 +32,7 @@ class Problem:
         sums_by_product: running sums of decays in bfloat16 are products with a triangular matrix of ones. Triton 3.6
             fails to compile that for Blackwell.
         transposed: states are stored as [V, D].
+        of_space: those that are operands or results are, as a state space has them.
     """
 
     B: int
@@ -53,6 +54,7 @@ class Problem:
     exact: bool
     sums_by_product: bool
     transposed: bool = False
+    of_space: bool = False
 
     @property
     def per_query(self) -> int:
@@ -101,6 +103,16 @@ class Problem:
         return replace(self, **sizes, by_head=False, by_feature=True, transposed=not self.transposed)
 
     @property
+    def of_ends(self) -> "Problem":
+        """The problem by which states that are operands or results are stored."""
+        return replace(self, transposed=self.transposed != self.of_space, of_space=False)
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The sizes of a state that is an operand or a result."""
+        return (self.V, self.D) if self.of_space else (self.D, self.V)
+
+    @property
     def D_PAD(self) -> int:
         return padded(self.D)
 
@@ -109,7 +121,7 @@ class Problem:
         return padded(self.V)
 
 
-def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = False) -> Problem:
+def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = False, of_space: bool = False) -> Problem:
     """The `Problem` of a call.
 
     Products are computed as three of TF32 (on AMD in float32) for float16 operands, if values decay, and with `wide`:
@@ -129,7 +141,18 @@ def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = Fa
         precision="ieee" if half or x.q.dtype == jnp.float32 or _launch.is_rocm() else "tf32x3",
         exact=x.q.dtype == jnp.float32,
         sums_by_product=half and _launch.compute_capability() < 100,
+        of_space=of_space,
     )
+
+
+class StateSpace(NamedTuple):
+    """What a state space adds to the recurrence: h_t = exp(g_t) h_{t−1} + dt_t k_t v_tᵀ, o_t = q_tᵀ h_t + skip v_t.
+
+    dt [b,s,h] and skip [b,h], of any float dtype. With them states that are operands or results are [b,n,h,e,d].
+    """
+
+    dt: Any = None
+    skip: Any = None
 
 
 class Places(NamedTuple):

@@ -39,12 +39,13 @@ def merged(a, num_splits: int):
     return a.reshape(a.shape[0] // num_splits, a.shape[1] * num_splits, *a.shape[2:])
 
 
-def initial_states(x, y, gates, start, num_splits: int, p: Problem, config, *, backward: bool, precise: bool):
+def initial_states(x, y, gates, start, num_splits: int, p: Problem, config, *, backward: bool, precise: bool, dt=None):
     """The initial states of all splits [b·num_splits,1,h,d,v], and the final state of the sequences [b,1,h,d,v].
 
     The arguments are those of `chunk_states`, already split except `start`; p is the problem of a split.
     """
-    _, ends = chunk_states(x, y, *gates, None, Places(), p, config, backward=backward, keep=False, precise=precise)
+    how = dict(backward=backward, precise=precise, dt=dt)
+    _, ends = chunk_states(x, y, *gates, None, Places(), p, config, keep=False, **how)
     whole = lambda a: a.reshape(p.B // num_splits, num_splits, *a.shape[2:])  # of [b·num_splits,1,…]
     ends, decay = whole(ends), jnp.exp(whole(_total(gates, p)))[..., None]
     state, found = jnp.zeros_like(ends[:, 0]) if start is None else start[:, 0], [None] * num_splits

@@ -23,20 +23,20 @@ ROWS = 64
 
 def chunk_states(
     x, y, g, gk, gv, g_gamma, start, places: Places, p: Problem, config: RecurrenceConfig,
-    *, backward: bool, keep: bool = True, precise: bool = False,
+    *, backward: bool, keep: bool = True, precise: bool = False, dt=None,
 ):  # fmt: skip
     """The chunk states [b,chunks,h,d,v] in the dtype of products, and the state at the end [b,n,h,d,v] float32.
 
     x and y are k and v, or backwards q and the cotangent of o. `start` is the state at the beginning, None for zeros.
     Without `keep` chunk states are not stored, and None. `precise` makes the last state as exact as float32, for use as
-    a result.
+    a result. `dt` holds factors of v.
     """
     rows, columns = block_of(p, config)
     dtype = jnp.bfloat16 if p.dtype == tl.bfloat16 else jnp.float32
-    end = jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)
+    end = jax.ShapeDtypeStruct((p.B, p.sequences, p.H, *p.state), jnp.float32)
     found = _launch.launch(
         states_kernel,
-        *(x, y, g, gk, gv, g_gamma, start),
+        *(x, y, g, gk, gv, g_gamma, start, dt),
         *places[:3],
         out_type=(jax.ShapeDtypeStruct((p.B, p.chunks, p.H, p.D, p.V), dtype), end) if keep else (end,),
         grid=p.B * p.sequences * p.H * triton.cdiv(p.D, rows) * triton.cdiv(p.V, columns),
@@ -61,12 +61,13 @@ def block_of(p: Problem, config: RecurrenceConfig) -> tuple[int, int]:
 
 @triton.jit
 def states_kernel(
-    x, y, g, gk, gv, g_gamma, start, first, length, chunk,
+    x, y, g, gk, gv, g_gamma, start, dt, first, length, chunk,
     states, end,
     p: tl.constexpr, BACKWARD: tl.constexpr, X_HEADS: tl.constexpr, Y_HEADS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     p_v: tl.constexpr = p.of_values
+    p_ends: tl.constexpr = p.of_ends
     blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
     row_blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
     pid = tl.program_id(0)
@@ -75,7 +76,7 @@ def states_kernel(
     head, n, batch = pid % p.H, pid // p.H % p.sequences, pid // (p.H * p.sequences)
     token, tokens, first_chunk = tiles.sequence_at(batch, n, first, length, chunk, p)
     number = (batch * p.sequences + n) * p.H + head
-    state = tiles.first_state(start, number, row, ROWS, column, COLUMNS, p)
+    state = tiles.first_state(start, number, row, ROWS, column, COLUMNS, p_ends)
     x_head, y_head = head // (p.H // X_HEADS), head // (p.H // Y_HEADS)
     chunks = (tokens + p.C - 1) // p.C
     for i in tl.range(0, chunks):
@@ -89,10 +90,12 @@ def states_kernel(
         y_tile = tiles.load_tile(y, batch, at, left, y_head, Y_HEADS, column, p.V, COLUMNS, p)
         _, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
         exponent, factor = (G, p.scale) if BACKWARD else (U, 1.0)
+        if dt is not None:
+            factor = tiles.load_row_factors(dt, batch, at, left, head, p)
         if gv is not None:
             _, G_v, U_v, T_v = tiles.gates(None, gv, None, batch, at, left, head, column, COLUMNS, p_v)
             y_tile = tiles.times(y_tile, G_v if BACKWARD else U_v, p_v)
             state *= tl.exp(T_v)[None, :]
         state = tiles.add_tokens(tiles.decayed(state, T, p), x_tile, y_tile, exponent, factor, p, PRECISE)
-    address, exists = tiles.state_pointers(end, number, row, ROWS, column, COLUMNS, p)
+    address, exists = tiles.state_pointers(end, number, row, ROWS, column, COLUMNS, p_ends)
     tl.store(address, state, mask=exists)

@@ -1,6 +1,8 @@
 """The recurrence token by token, for decoding: each program keeps a block of columns of the state in registers.
 
 h_t = diag(exp(gk_t)) · h_{t−1} · diag(exp(gv_t)) · exp(g_t + g_gamma) + k_t v_tᵀ,    o_t = (scale · q_t)ᵀ h_t
+
+A state space has dt_t · v_t in the place of v_t, and skip · v_t in o_t.
 """
 
 import jax
@@ -12,24 +14,24 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types.recurrence import RecurrenceConfig
 
-from .problem import gamma_of_batch, problem_of
+from .problem import StateSpace, gamma_of_batch, problem_of
 
 LONGEST = 8
 """The most tokens for which this kernel is used: with more, chunks are faster."""
 
 
-def recurrence(*operands, spec=RecurrenceSpec(), config=RecurrenceConfig()) -> Outputs:
+def recurrence(*operands, spec=RecurrenceSpec(), config=RecurrenceConfig(), space=StateSpace()) -> Outputs:
     """o and the final state of a dense call of at most LONGEST tokens."""
     x = Operands(*operands)
     x = gamma_of_batch(x, x.q.shape[0])
-    p = problem_of(x, spec, 16)
+    p = problem_of(x, spec, 16, of_space=space.dt is not None)
     block = min(config.block_v, p.V_PAD)
     o, final = _launch.launch(
         step_kernel,
-        *(x.q, x.k, x.v, x.g, x.gk, x.gv, x.g_gamma, x.initial_state),
+        *(x.q, x.k, x.v, x.g, x.gk, x.gv, x.g_gamma, x.initial_state, *space),
         out_type=(
             jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.v.dtype),
-            jax.ShapeDtypeStruct((p.B, 1, p.H, p.D, p.V), jnp.float32),
+            jax.ShapeDtypeStruct((p.B, 1, p.H, *p.state), jnp.float32),
         ),
         grid=p.B * p.H * triton.cdiv(p.V, block),
         config=config,
@@ -41,7 +43,7 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=RecurrenceConfig()) -> O
 
 @triton.jit
 def step_kernel(
-    q, k, v, g, gk, gv, g_gamma, initial,
+    q, k, v, g, gk, gv, g_gamma, initial, dt, skip,
     o, final,
     p: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +53,8 @@ def step_kernel(
     d, e = tl.arange(0, p.D_PAD), pid % blocks * BLOCK + tl.arange(0, BLOCK)
     in_d, in_e = d < p.D, e < p.V
     exists = in_d[:, None] & in_e[None, :]
-    of_state = tl.cast(batch * p.H + head, tl.int64) * (p.D * p.V) + d[:, None] * p.V + e[None, :]
+    of_state = tl.cast(batch * p.H + head, tl.int64) * (p.D * p.V)
+    of_state += d[:, None] + e[None, :] * p.D if p.of_space else d[:, None] * p.V + e[None, :]
     state = tl.full([p.D_PAD, BLOCK], 0.0, tl.float32)
     if initial is not None:
         state += tl.load(initial + of_state, mask=exists, other=0.0)
@@ -69,7 +72,11 @@ def step_kernel(
             state *= tl.exp(tl.load(gv + row * p.V + e, mask=in_e, other=0.0).to(tl.float32))[None, :]
         k_token = tl.load(k + k_row * p.D + d, mask=in_d, other=0.0).to(tl.float32)
         v_token = tl.load(v + v_row * p.V + e, mask=in_e, other=0.0).to(tl.float32)
-        state += k_token[:, None] * v_token[None, :]
+        added = v_token if dt is None else v_token * tl.load(dt + row).to(tl.float32)
+        state += k_token[:, None] * added[None, :]
         q_token = tl.load(q + q_row * p.D + d, mask=in_d, other=0.0).to(tl.float32) * p.scale
-        tl.store(o + row * p.V + e, tl.sum(q_token[:, None] * state, 0).to(o.dtype.element_ty), mask=in_e)
+        o_token = tl.sum(q_token[:, None] * state, 0)
+        if skip is not None:
+            o_token += tl.load(skip + batch * p.H + head).to(tl.float32) * v_token
+        tl.store(o + row * p.V + e, o_token.to(o.dtype.element_ty), mask=in_e)
     tl.store(final + of_state, state, mask=exists)

@@ -67,6 +67,13 @@ def row_pointers(ptr, batch, token, length, head, p: tl.constexpr):
 
 
 @triton.jit
+def load_row_factors(ptr, batch, token, length, head, p: tl.constexpr):
+    """The factors [C,1] of the rows of a chunk, from an array [b,s,h]; float32."""
+    address, exists = row_pointers(ptr, batch, token, length, head, p)
+    return tl.load(address, mask=exists, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
 def state_pointers(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, p: tl.constexpr):
     """Pointers to a block of state `number` in an array [·,D,V], and which elements exist."""
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
@@ -194,12 +201,13 @@ def add_product(total, a, b, p: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def add_tokens(state, x, y, exponent, factor, p: tl.constexpr, PRECISE: tl.constexpr):
+def add_tokens(state, x, y, exponent, factor, p: tl.constexpr, PRECISE: tl.constexpr, PARTS: tl.constexpr = 1):
     """state + factor Σ_j exp(exponent_j) x_j y_jᵀ; PRECISE is for a state that is returned in float32.
 
     The exponential multiplies x if features decay, and otherwise the narrower of x and y; the other one is used as it
     is, and has to be exact in the dtype of products. Matrix units truncate sums to float32: with PRECISE the products
-    of small parts are therefore summed first, and the state is added after the product.
+    of small parts are therefore summed first, and the state is added after the product. Without it the factor that is
+    rounded enters in PARTS parts.
     """
     of_x: tl.constexpr = p.by_feature or (x.shape[1] < y.shape[1] and y.dtype == p.dtype)
     if of_x:
@@ -214,7 +222,7 @@ def add_tokens(state, x, y, exponent, factor, p: tl.constexpr, PRECISE: tl.const
         low = (wide - high.to(tl.float32) - middle.to(tl.float32)).to(p.dtype)
         total = outer(middle, other, outer(low, other, None, of_x, p), of_x, p)
         return state + outer(high, other, total, of_x, p)
-    if p.weight_parts == 2:
+    if p.weight_parts == 2 or PARTS == 2:
         state = outer(middle, other, state, of_x, p)
     return outer(high, other, state, of_x, p)
 

@@ -1,20 +1,58 @@
-"""Which configs the kernels are run with: those of the recurrence that they compute."""
+"""Which configs the kernels are run with: those of the recurrence, except for the backward in bfloat16."""
 
-from ejkernel.kernels._state_space_v2 import SPEC, shapes_of
+import numpy as np
+
+from ejkernel.kernels._state_space_v2 import SPEC, dtype_of_products, shapes_of
+from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.kernels._triton._recurrence import configs
 from ejkernel.primitives.state_space_v2 import Operands, StateSpaceSpec
-from ejkernel.types import Target
+from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.recurrence import RecurrenceConfig
+
+ROWS, FEATURES = 128, 64
+"""The most features of B and C that `heads_kernel` takes at once, and those of the other kernels of the backward."""
+
+# (chunk_size, num_warps, num_stages), the likeliest first; on an H200 by measurement, elsewhere without spills.
+ON_HOPPER = ((64, 4, 3), (64, 4, 2), (32, 4, 2))
+ON_BLACKWELL = ((64, 8, 2), (64, 8, 1))
+FROM_REGISTERS = ((32, 4, 2), (64, 4, 2), (32, 4, 1))
 
 
 def space(operation: str, operands: Operands, spec: StateSpaceSpec, target: Target) -> list[RecurrenceConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    return configs.space(_of_recurrence(operation), shapes_of(operands), SPEC, target)
+    if not _has_backward_of_its_own(operation, operands):
+        return configs.space(_of_recurrence(operation), shapes_of(operands), SPEC, target)
+    if target.multiplies_from_registers:
+        table = FROM_REGISTERS
+    else:
+        table = ON_HOPPER if (target.compute_capability or 0) < 100 else ON_BLACKWELL
+    fixed = dict(block_v=64, algorithm="chunks", platform=Platform.TRITON, backend=Backend.GPU)
+    found = [
+        RecurrenceConfig(chunk_size=chunk, num_warps=warps, num_stages=stages, **fixed)
+        for chunk, warps, stages in table
+    ]
+    fits_in = lambda config: shared_memory(operation, operands, config) <= shared_memory_limit(target)
+    return [config for config in found if fits_in(config)] or found[-1:]
 
 
 def shared_memory(operation: str, operands: Operands, config: RecurrenceConfig) -> int:
     """Bytes of shared memory that a config takes."""
-    return configs.shared_memory(_of_recurrence(operation), shapes_of(operands), config)
+    if not _has_backward_of_its_own(operation, operands):
+        return configs.shared_memory(_of_recurrence(operation), shapes_of(operands), config)
+    chunk, d, v = config.chunk_size, configs.padded(operands.B.shape[3]), configs.padded(operands.x.shape[3])
+    columns = min(config.block_v, v)
+    # Tiles of bfloat16. Of a pass: two stages of two tiles of features and two of columns. Of `groups_kernel`: two of
+    # columns and two of states. Of `heads_kernel`: two of columns, dh', B if it has more than one tile, and pairs; one
+    # block of columns at a time, but two if these are all.
+    of_pass = 2 * 2 * chunk * (2 * FEATURES + 2 * columns + 2)
+    of_groups = 2 * config.num_stages * (2 * chunk * columns + 2 * FEATURES * columns + 4 * chunk)
+    at_once, keys = (v if v == 2 * columns else columns), chunk * ROWS if d > ROWS else 0
+    of_heads = 2 * config.num_stages * (2 * chunk * at_once + d * at_once + keys + 4 * chunk) + 12 * chunk**2 + 1024
+    return max(of_pass, of_groups, of_heads)
+
+
+def _has_backward_of_its_own(operation: str, operands: Operands) -> bool:
+    return operation == "state_space_v2_bwd" and dtype_of_products(operands) == np.dtype("bfloat16")
 
 
 def _of_recurrence(operation: str) -> str:

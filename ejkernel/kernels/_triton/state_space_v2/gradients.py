@@ -1,0 +1,257 @@
+"""The backward of Mamba-2's state space for products of bfloat16: both passes over chunk states, then two kernels.
+
+With the names of the recurrence (q is C, k is B, v is x, g is dt · A), h the initial state of a chunk, dh' the
+cotangent of its final state, E_ij = exp(G_i − G_j) for j ≤ i, S_ij = q_i·k_j E_ij and W_ij = do_i·v_j dt_j:
+
+    y_j  = Σ_i S_ij do_i + exp(T − G_j) dh'ᵀ k_j        dv_j = dt_j y_j + skip do_j,    ddt_j = v_j·y_j
+    dq_i = Σ_j W_ij E_ij k_j + exp(G_i) h do_i          dk_j = Σ_i W_ij E_ij q_i + exp(T − G_j) dt_j dh' v_j
+
+The decay at row t multiplies all contributions of the rows before t, and of h, to the rows from t on, and to dh'. Pairs
+j ≤ i on one side of t are in a sum over rows and in one over columns, and cancel:
+
+    dg_t = Σ_{i≥t} (Σ_j W_ij S_ij − Σ_j W_ji S_ji) + Σ_{i≥t} exp(G_i) do_i·hᵀq_i + Σ_{j<t} dt_j exp(T − G_j) v_j·dh'ᵀk_j
+           + exp(T) Σ h ∘ dh'
+
+dA is a sum of dt ∘ dg over all tokens, in which a rounding of states to bfloat16 does not average out. So the terms
+with h and dh' are computed where these are float32, in the passes of `states.py`.
+
+`heads_kernel` computes q·k once for all heads that share q and k, and adds up W ∘ E over these; `groups_kernel`
+multiplies that sum with k and q, and adds the second terms of dq and dk.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._state_space_v2 import SPEC
+from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._recurrence import pairs, splits, tiles
+from ejkernel.kernels._triton._recurrence.problem import (
+    Places,
+    Problem,
+    StateSpace,
+    places_of,
+    problem_of,
+    repeated,
+    zero_elsewhere,
+)
+from ejkernel.primitives._recurrence import Operands
+from ejkernel.types.recurrence import RecurrenceConfig
+
+from . import configs
+from .gates import Gates, gates_of, load_gates
+from .states import both_passes
+
+MOST_HEADS = 8
+"""The most heads of a group that a program takes one after the other."""
+
+
+def cotangents(
+    x: Operands, space: StateSpace, do, dfinal_state, names: tuple[str, ...], config: RecurrenceConfig
+) -> tuple[jax.Array, ...]:
+    """Those of the operands of the recurrence in `names`; that of dt is Σ v ∘ y, without the part of g."""
+    num_splits, ends = splits.number_of(x), (x.initial_state, dfinal_state)
+    do = jnp.zeros_like(x.v) if do is None else do
+    if num_splits > 1:
+        q, k, v, g, do, dt = (splits.split(a, num_splits) for a in (*x[:4], do, space.dt))
+        x, space = x._replace(q=q, k=k, v=v, g=g), StateSpace(dt, repeated(space.skip, num_splits))
+    p = problem_of(x, SPEC, config.chunk_size, of_space=True)
+    places = places_of(x, p)
+    gates = gates_of(x.g, space.dt, places, p, config)
+    states, sums, dinitial_state = both_passes(x, space.dt, gates, do, ends, names, num_splits, places, p, config)
+    found = {"dinitial_state": dinitial_state}
+    if names != ("initial_state",):
+        found |= _of_heads(x, space.skip, gates, do, states[1], sums, places, p, config)
+    if {"q", "k"}.intersection(names):
+        found |= _of_groups(x, gates, do, (*states, found["dpairs"]), places, p, config)
+    of_tokens = lambda a: splits.merged(zero_elsewhere(a, places), num_splits)
+    return tuple(found["d" + n] if n == "initial_state" else of_tokens(found["d" + n]) for n in names)
+
+
+def _of_heads(
+    x: Operands, skip, gates: Gates, do, dstates, sums: tuple, places: Places, p: Problem, config: RecurrenceConfig
+) -> dict[str, jax.Array]:
+    """dv, ddt, W ∘ E added up over the heads of each program, and dg where there are the `sums` for it."""
+    heads = heads_of_program(p)
+    of_head = jax.ShapeDtypeStruct((p.B, p.S, p.H), jnp.float32)
+    types = dict(ddt=of_head) | (dict(dg=of_head) if sums[0] is not None else {})
+    types |= dict(
+        dpairs=jax.ShapeDtypeStruct((p.B, p.chunks, p.H // heads, p.C, p.C), jnp.float32),
+        dv=jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
+    )
+    return _launch.launch(
+        heads_kernel,
+        *(x.q, x.k, x.v, do, skip, *gates, dstates, *sums),
+        *places[:4],
+        out_type=types,
+        grid=p.B * p.chunks * (p.H // heads),
+        config=config,
+        p=p,
+        HEADS=heads,
+        BLOCKS=0 if sums[0] is None else sums[0].shape[0],
+        ROWS=min(configs.ROWS, p.D_PAD),
+        COLUMNS=min(config.block_v, p.V_PAD),
+        **({} if "dg" in types else {"dg": None}),
+    )
+
+
+def _of_groups(
+    x: Operands, gates: Gates, do, given: tuple, places: Places, p: Problem, config: RecurrenceConfig
+) -> dict[str, jax.Array]:
+    """dq and dk."""
+    rows = min(configs.FEATURES, p.D_PAD)
+    return _launch.launch(
+        groups_kernel,
+        *(x.q, x.k, x.v, do, *gates, *given),
+        *places[:4],
+        out_type=dict(dk=jax.ShapeDtypeStruct(x.k.shape, x.k.dtype), dq=jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)),
+        grid=p.B * p.chunks * p.HK * triton.cdiv(p.D, rows),
+        config=config,
+        p=p,
+        PARTS=p.per_key // heads_of_program(p),
+        ROWS=rows,
+        COLUMNS=min(config.block_v, p.V_PAD),
+    )
+
+
+def heads_of_program(p: Problem) -> int:
+    """A divisor of the heads that share keys: the largest for which there are enough programs."""
+    most = min(MOST_HEADS, max(1, p.B * p.chunks * p.H // splits.PROGRAMS))
+    return max(n for n in range(1, most + 1) if p.per_key % n == 0)
+
+
+@triton.jit
+def heads_kernel(
+    q, k, v, do, skip, G, U, dt, dstates, from_start, to_end, through, first, length, chunk, owner,
+    ddt, dg, dpairs, dv,
+    p: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    D: tl.constexpr = p.D
+    V: tl.constexpr = p.V
+    parts: tl.constexpr = p.H // HEADS
+    pid = tl.program_id(0)
+    part, number, batch = pid % parts, pid // parts % p.chunks, pid // (parts * p.chunks)
+    at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
+    group = part * HEADS // p.per_key
+    k_tile = tiles.load_tile(k, batch, at, left, group, p.HK, 0, D, ROWS, p)
+    products = tl.dot(tiles.load_tile(q, batch, at, left, group, p.HQ, 0, D, ROWS, p), tl.trans(k_tile))
+    for row in tl.static_range(ROWS, D, ROWS):
+        k_row = tiles.load_tile(k, batch, at, left, group, p.HK, row, D, ROWS, p)
+        products = tl.dot(tiles.load_tile(q, batch, at, left, group, p.HQ, row, D, ROWS, p), tl.trans(k_row), products)
+    rows, of_pairs = tl.arange(0, p.C), tl.full([p.C, p.C], 0.0, tl.float32)
+    for head in tl.range(part * HEADS, part * HEADS + HEADS):
+        of_state = (batch * p.chunks + number) * p.H + head
+        G_tile, U_tile, T, dt_tile = load_gates(G, U, dt, batch, at, left, head, p)
+        decays = pairs.pair_decays(None, G_tile, p)
+        do_tile, v_tile = load_values(do, v, batch, at, left, head, 0, COLUMNS, p)
+        W = tl.dot(do_tile, tl.trans(v_tile))
+        for column in tl.range(COLUMNS, V, COLUMNS, num_stages=1):
+            more_do, more_v = load_values(do, v, batch, at, left, head, column, COLUMNS, p)
+            W = tl.dot(more_do, tl.trans(more_v), W)
+        W *= decays * dt_tile[None, :]
+        of_pairs += W
+        if dg is not None:
+            W *= products
+            dgate = decay_gradients(
+                W, G_tile, U_tile, T, dt_tile, from_start, to_end, through, batch, at, left, head, of_state, BLOCKS, p
+            )
+            address, exists = tiles.row_pointers(dg, batch, at, left, head, p)
+            tl.store(address, dgate, mask=exists)
+        weights = tl.trans((products * decays).to(p.dtype))
+        y = value_sums(weights, k_tile, k, dstates, U_tile, do_tile, batch, at, left, group, of_state, 0, ROWS, p)
+        store_values(dv, y, dt_tile, skip, do_tile, batch, at, left, head, 0, p)
+        dt_sum = tl.sum(y * v_tile.to(tl.float32), 1)
+        for column in tl.range(COLUMNS, V, COLUMNS, num_stages=1):
+            more_do, more_v = load_values(do, v, batch, at, left, head, column, COLUMNS, p)
+            y = value_sums(
+                weights, k_tile, k, dstates, U_tile, more_do, batch, at, left, group, of_state, column, ROWS, p
+            )
+            store_values(dv, y, dt_tile, skip, more_do, batch, at, left, head, column, p)
+            dt_sum += tl.sum(y * more_v.to(tl.float32), 1)
+        address, exists = tiles.row_pointers(ddt, batch, at, left, head, p)
+        tl.store(address, dt_sum, mask=exists)
+    address = dpairs + tl.cast(pid, tl.int64) * (p.C * p.C) + rows[:, None] * p.C + rows[None, :]
+    tl.store(address, of_pairs)
+
+
+@triton.jit
+def load_values(do, v, batch, at, left, head, column, COLUMNS: tl.constexpr, p: tl.constexpr):
+    """Tiles of the cotangent of y and of v."""
+    do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
+    return do_tile.to(p.dtype), tiles.load_tile(v, batch, at, left, head, p.H, column, p.V, COLUMNS, p).to(p.dtype)
+
+
+@triton.jit
+def value_sums(weights, k_tile, k, dstates, U, do, batch, at, left, group, of_state, column, ROWS: tl.constexpr,
+               p: tl.constexpr):  # fmt: skip
+    """y_j for a block of columns."""
+    D: tl.constexpr = p.D
+    COLUMNS: tl.constexpr = do.shape[1]
+    y = tl.dot(k_tile, tiles.load_state(dstates, of_state, 0, ROWS, column, COLUMNS, p))
+    for row in tl.static_range(ROWS, D, ROWS):
+        k_row = tiles.load_tile(k, batch, at, left, group, p.HK, row, D, ROWS, p)
+        y = tl.dot(k_row, tiles.load_state(dstates, of_state, row, ROWS, column, COLUMNS, p), y)
+    return tl.dot(weights, do, tiles.times(y, U, p))
+
+
+@triton.jit
+def store_values(dv, y, dt, skip, do, batch, at, left, head, column, p: tl.constexpr):
+    """Stores dv for a block of columns."""
+    COLUMNS: tl.constexpr = do.shape[1]
+    dv_tile = y * dt[:, None]
+    if skip is not None:
+        dv_tile += tl.load(skip + batch * p.H + head).to(tl.float32) * do.to(tl.float32)
+    tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
+
+
+@triton.jit
+def decay_gradients(
+    W, G, U, T, dt, from_start, to_end, through, batch, at, left, head, of_state, BLOCKS: tl.constexpr, p: tl.constexpr
+):  # fmt: skip
+    """dg of a chunk, from W ∘ S and the sums over blocks of states."""
+    address, exists = tiles.row_pointers(from_start, batch, at, left, head, p)
+    of_end, _ = tiles.row_pointers(to_end, batch, at, left, head, p)
+    a, b, of_both = tl.full([p.C], 0.0, tl.float32), tl.full([p.C], 0.0, tl.float32), 0.0
+    for block in tl.static_range(BLOCKS):
+        a += tl.load(address + block * (p.B * p.S * p.H), mask=exists, other=0.0)
+        b += tl.load(of_end + block * (p.B * p.S * p.H), mask=exists, other=0.0)
+        of_both += tl.load(through + block * (p.B * p.chunks * p.H) + of_state)
+    b *= tl.exp(U) * dt
+    since = tl.sum(W, 1) - tl.sum(W, 0) + a * tl.exp(G)
+    return tl.cumsum(since, 0, reverse=True) + tl.cumsum(b, 0) - b + of_both * tl.exp(T)
+
+
+@triton.jit
+def groups_kernel(
+    q, k, v, do, G, U, dt, states, dstates, dpairs, first, length, chunk, owner,
+    dk, dq,
+    p: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
+    pid = tl.program_id(0)
+    row, group = pid % blocks * ROWS, pid // blocks % p.HK
+    number, batch = pid // (blocks * p.HK) % p.chunks, pid // (blocks * p.HK * p.chunks)
+    at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
+    rows, of_pairs = tl.arange(0, p.C), tl.full([p.C, p.C], 0.0, tl.float32)
+    of_part = ((batch * p.chunks + number) * p.HK + group) * PARTS
+    for part in tl.range(0, PARTS):
+        address = dpairs + tl.cast(of_part + part, tl.int64) * (p.C * p.C) + rows[:, None] * p.C + rows[None, :]
+        of_pairs += tl.load(address)
+    weights = of_pairs.to(p.dtype)
+    k_tile = tiles.load_tile(k, batch, at, left, group, p.HK, row, p.D, ROWS, p)
+    q_tile = tiles.load_tile(q, batch, at, left, group, p.HQ, row, p.D, ROWS, p)
+    # Transposed, so that what is computed before a product is its second factor, which is in shared memory.
+    dq_tile, dk_tile = tl.dot(tl.trans(k_tile), tl.trans(weights)), tl.dot(tl.trans(q_tile), weights)
+    for head in tl.range(group * p.per_key, group * p.per_key + p.per_key):
+        of_state = (batch * p.chunks + number) * p.H + head
+        G_tile, U_tile, _, dt_tile = load_gates(G, U, dt, batch, at, left, head, p)
+        for column in tl.range(0, p.V, COLUMNS):
+            do_tile, v_tile = load_values(do, v, batch, at, left, head, column, COLUMNS, p)
+            state = tiles.load_state(states, of_state, row, ROWS, column, COLUMNS, p)
+            dstate = tiles.load_state(dstates, of_state, row, ROWS, column, COLUMNS, p)
+            scaled_v = (tiles.times(v_tile, U_tile, p) * dt_tile[:, None]).to(p.dtype)
+            dq_tile = tl.dot(state, tl.trans(tiles.times(do_tile, G_tile, p).to(p.dtype)), dq_tile)
+            dk_tile = tl.dot(dstate, tl.trans(scaled_v), dk_tile)
+    tiles.store_tile(dq, tl.trans(dq_tile), batch, at, left, group, p.HQ, row, p.D, ROWS, p)
+    tiles.store_tile(dk, tl.trans(dk_tile), batch, at, left, group, p.HK, row, p.D, ROWS, p)

@@ -1,0 +1,132 @@
+"""Both passes over the chunks of a head: its states forwards in time, then their cotangents backwards.
+
+    h' = exp(T) h + Σ_j exp(T − G_j) dt_j k_j v_jᵀ,    dh = exp(T) dh' + Σ_i exp(G_i) q_i do_iᵀ
+
+Beside the states in bfloat16, for products, the passes give what the gradients of decays need of states in float32:
+
+    do_i·hᵀq_i,    v_j·dh'ᵀk_j,    Σ h ∘ dh'
+
+each in parts, a part for a block of state. Hence h is kept in two parts, rounded values and their rounding errors.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._recurrence import splits, tiles
+from ejkernel.kernels._triton._recurrence.problem import Places, Problem
+from ejkernel.kernels._triton._recurrence.states import WARPS, block_of
+from ejkernel.primitives._recurrence import Operands
+from ejkernel.types.recurrence import RecurrenceConfig
+
+from .gates import Gates, load_gates
+
+STAGES = 2
+"""Of a pass: with more there is shared memory for two programs instead of three, 1.1 times the time on an H200."""
+
+
+def both_passes(
+    x: Operands, dt, gates: Gates, do, ends: tuple, names: tuple[str, ...], num_splits: int, places: Places, p: Problem,
+    config: RecurrenceConfig,
+):  # fmt: skip
+    """(h, dh') of all chunks, [b,chunks,h,d,v] bfloat16; the sums for the gradients of decays if g is in `names`, None
+    otherwise; and the cotangent of the initial state.
+
+    x, dt and do are split in time; `ends` are the initial state and the cotangent of the final one of sequences.
+    """
+    (initial_state, dfinal_state), dinitial_state = ends, None
+    if num_splits > 1:
+        how, decays = dict(num_splits=num_splits, p=p, config=config, precise=True), (x.g, None, None, None)
+        initial_state, _ = splits.initial_states(x.k, x.v, decays, initial_state, **how, backward=False, dt=dt)
+        dfinal_state, dinitial_state = splits.initial_states(x.q, do, decays, dfinal_state, **how, backward=True)
+    how = dict(with_sums="g" in names, precise="initial_state" in names and dinitial_state is None)
+    run = lambda *given, backward: _pass(*given, places, p, config, **how, backward=backward)
+    of_h = run(x.k, x.v, x.q, do, *gates, initial_state, None, None, backward=False)
+    of_dh = run(x.q, do, x.k, x.v, *gates, dfinal_state, of_h["states"], of_h.get("low_part"), backward=True)
+    sums = (of_h.get("sums"), of_dh.get("sums"), of_dh.get("through"))
+    return (of_h["states"], of_dh["states"]), sums, of_dh["end"] if dinitial_state is None else dinitial_state
+
+
+def _pass(
+    x, y, a, b, G, U, dt, start, states, low, places: Places, p: Problem, config: RecurrenceConfig,
+    *, backward: bool, with_sums: bool, precise: bool,
+) -> dict:  # fmt: skip
+    """The states of chunks with the updates x yᵀ, and `with_sums` b·stateᵀa of each token; `precise` as in
+    `chunk_states`, for a last state that is a result.
+    """
+    rows, columns = block_of(p, config)
+    blocks = triton.cdiv(p.D, rows) * triton.cdiv(p.V, columns)
+    state = jax.ShapeDtypeStruct((p.B, p.chunks, p.H, p.D, p.V), jnp.bfloat16)
+    types = dict(end=jax.ShapeDtypeStruct((p.B, p.sequences, p.H, *p.state), jnp.float32), states=state)
+    if with_sums:
+        types |= dict(sums=jax.ShapeDtypeStruct((blocks, p.B, p.S, p.H), jnp.float32))
+        through = jax.ShapeDtypeStruct((blocks, p.B, p.chunks, p.H), jnp.float32)
+        types |= dict(through=through) if backward else dict(low_part=state)
+    return _launch.launch(
+        states_kernel,
+        *(x, y, a, b, G, U, dt, start, states, low),
+        *places[:3],
+        out_type=dict(sorted(types.items())),
+        grid=p.B * p.sequences * p.H * blocks,
+        config=RecurrenceConfig(chunk_size=config.chunk_size, num_warps=WARPS, num_stages=STAGES),
+        p=p,
+        BACKWARD=backward,
+        PRECISE=precise and backward,
+        PER_KEY=p.per_key,
+        ROWS=rows,
+        COLUMNS=columns,
+        **{name: None for name in ("low_part", "sums", "through") if name not in types},
+    )
+
+
+@triton.jit
+def states_kernel(
+    x, y, a, b, G, U, dt, start, other, other_low, first, length, chunk,
+    end, low_part, states, sums, through,
+    p: tl.constexpr, BACKWARD: tl.constexpr, PRECISE: tl.constexpr, PER_KEY: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    p_ends: tl.constexpr = p.of_ends
+    blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
+    row_blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
+    pid = tl.program_id(0)
+    block = pid % (blocks * row_blocks)
+    column, row = block % blocks * COLUMNS, block // blocks * ROWS
+    pid = pid // (blocks * row_blocks)
+    head, n, batch = pid % p.H, pid // p.H % p.sequences, pid // (p.H * p.sequences)
+    token, tokens, first_chunk = tiles.sequence_at(batch, n, first, length, chunk, p)
+    number, group = (batch * p.sequences + n) * p.H + head, head // PER_KEY
+    state = tiles.first_state(start, number, row, ROWS, column, COLUMNS, p_ends)
+    chunks = (tokens + p.C - 1) // p.C
+    for i in tl.range(0, chunks):
+        c = chunks - 1 - i if BACKWARD else i
+        at, left = token + c * p.C, tokens - c * p.C
+        of_state = (batch * p.chunks + first_chunk + c) * p.H + head
+        high = state.to(p.dtype)
+        low = (state - high.to(tl.float32)).to(p.dtype)
+        kept, inside = tiles.state_pointers(states, of_state, row, ROWS, column, COLUMNS, p)
+        tl.store(kept, high, mask=inside)
+        if low_part is not None:
+            kept, inside = tiles.state_pointers(low_part, of_state, row, ROWS, column, COLUMNS, p)
+            tl.store(kept, low, mask=inside)
+        if sums is not None:
+            a_tile = tiles.load_tile(a, batch, at, left, group, p.HK, row, p.D, ROWS, p)
+            b_tile = tiles.load_tile(b, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
+            found = tl.dot(a_tile, high, tl.dot(a_tile, low))
+            address, exists = tiles.row_pointers(sums, batch, at, left, head, p)
+            address += tl.cast(block, tl.int64) * (p.B * p.S * p.H)
+            tl.store(address, tl.sum(found * b_tile.to(tl.float32), 1), mask=exists)
+        if through is not None:
+            h = tiles.load_state(other, of_state, row, ROWS, column, COLUMNS, p).to(tl.float32)
+            h += tiles.load_state(other_low, of_state, row, ROWS, column, COLUMNS, p).to(tl.float32)
+            address = through + tl.cast(block, tl.int64) * (p.B * p.chunks * p.H) + of_state
+            tl.store(address, tl.sum(tl.sum(h * state, 1), 0))
+        x_tile = tiles.load_tile(x, batch, at, left, group, p.HK, row, p.D, ROWS, p)
+        y_tile = tiles.load_tile(y, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
+        G_tile, U_tile, T, dt_tile = load_gates(G, U, dt, batch, at, left, head, p)
+        exponent, factor = (G_tile, 1.0) if BACKWARD else (U_tile, dt_tile[:, None])
+        state = tiles.add_tokens(tiles.decayed(state, T, p), x_tile, y_tile, exponent, factor, p, PRECISE, 2)
+    address, exists = tiles.state_pointers(end, number, row, ROWS, column, COLUMNS, p_ends)
+    tl.store(address, state, mask=exists)
