@@ -55,6 +55,25 @@ def test_the_kernel_is_compiled(name, rows, bits, dtype, every, transpose, monke
         assert found.spilled == 0 and not found.serialized, (str(launch), found)
 
 
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "sm_90" else pytest.mark.slow) for name in KINDS if name[:2] == "sm"],
+)
+def test_sums_of_32_rows_are_in_registers(name, bits, monkeypatch):
+    """Codes are read once for 17 to 32 rows, and the sums of a lane are not spilled."""
+    x, spec = operands_of(32, bits, False, jnp.dtype("bfloat16"))
+    target = Target("cuda", KINDS[name])
+    arrays = lambda: Operands(*(jnp.zeros(a.shape, a.dtype) for a in x))
+    found = [c for c in configs.space("quantized_matmul", x, spec, target) if c.algorithm == "registers"]
+    assert found and all(config.block_m == 32 for config in found)
+    for config in found:
+        with lowering_for(target):
+            call = lambda config=config: kernels.quantized_matmul(*arrays(), spec=spec, config=config)
+            (launch,) = compiler.launches(monkeypatch, _launch, call)
+        assert compiler.binary(launch, compiler.TARGETS[name]).spilled == 0, str(launch)
+
+
 @pytest.mark.parametrize("name", ("sm_80", pytest.param("sm_120", marks=pytest.mark.slow), "sm_90"))
 def test_lanes_of_registers(name, monkeypatch):
     """Instructions of `mma.sync` take element l of each 32 from lane l: no tensor in the loop has another layout."""

@@ -19,7 +19,8 @@ REGISTERS = "registers"
 # (columns of a lane, features, warps, stages); with few rows a lane has the registers for more columns.
 OF_LANES = ((16, 32, 8, 2), (16, 64, 8, 2), (8, 32, 8, 2), (8, 64, 4, 2))
 OF_LANES_AND_FEW_ROWS, FEW_ROWS = ((32, 32, 8, 2), (16, 32, 8, 2), *OF_LANES[1:]), 8
-MOST_ROWS_IN_REGISTERS = 32
+# With more than 16 rows it has sums for 32, and registers for at most two words beside them.
+OF_LANES_AND_MANY_ROWS, MOST_ROWS_IN_REGISTERS = ((16, 32, 8, 2), (8, 32, 8, 2)), 32
 WORDS = (1, 2, 4)
 
 
@@ -53,17 +54,19 @@ def registers_refusal(over_rows: bool, operands: Operands, target: Target) -> st
 
 def _in_registers(operands: Operands, spec: QuantizedMatmulSpec) -> list[QuantizedMatmulConfig]:
     columns = operands.w.shape[3] * operands.w.shape[4] * spec.group_size
-    few = x_rows(operands) <= FEW_ROWS
+    rows = x_rows(operands)
+    table = OF_LANES_AND_FEW_ROWS if rows <= FEW_ROWS else OF_LANES if rows <= 16 else OF_LANES_AND_MANY_ROWS
+    words = WORDS if rows <= 16 else WORDS[:2]
     return [
         _config(operands, (8 * warps * of_lane, features, warps, stages), REGISTERS)
-        for of_lane, features, warps, stages in (OF_LANES_AND_FEW_ROWS if few else OF_LANES)
-        if of_lane * spec.bits / 32 in WORDS and spec.group_size % of_lane == columns % of_lane == 0
+        for of_lane, features, warps, stages in table
+        if of_lane * spec.bits / 32 in words and spec.group_size % of_lane == columns % of_lane == 0
     ]
 
 
 def _config(operands: Operands, tile: tuple[int, int, int, int], algorithm: str | None = None) -> QuantizedMatmulConfig:
     columns, features, warps, stages = tile
-    rows = rows_of_tile(operands) if algorithm is None else 16
+    rows = rows_of_tile(operands)
     of = dict(algorithm=algorithm, platform=Platform.TRITON, backend=Backend.GPU)
     return QuantizedMatmulConfig(rows, columns, features, num_warps=warps, num_stages=stages, **of)
 

@@ -27,6 +27,8 @@ from .configs import REGISTERS, WORDS, registers_refusal
 from .registers import product_in_registers
 
 PROGRAMS_PER_CORE, WARPS_PER_CORE = 4, 16
+SUMS_OF_MANY_WARPS = 64
+"""Sums of a lane in registers, with which so many warps run at once; with more there are half as many."""
 # Of a lane whose codes become numbers in registers: sums, and steps of 16 features.
 MOST_SUMS, MOST_STEPS = 128, 4
 LEAST_STEPS = 4
@@ -163,7 +165,8 @@ def _parts(tiles: int, steps: int) -> int:
 
 def _parts_in_registers(problem: fragments.Problem) -> int:
     """As many as have as many warps at once as registers are for; none is empty, as each begins with a read."""
-    at_once = WARPS_PER_CORE // problem.warps * (_launch.multiprocessors() or 1)
+    many = 2 * problem.tiles * (32 * problem.words // problem.bits) <= SUMS_OF_MANY_WARPS
+    at_once = WARPS_PER_CORE // (1 if many else 2) // problem.warps * (_launch.multiprocessors() or 1)
     wanted = max(1, min(at_once // problem.programs_of_part, problem.blocks // LEAST_STEPS))
     return triton.cdiv(problem.blocks, triton.cdiv(problem.blocks, wanted))
 
