@@ -7,6 +7,7 @@ such products with the same matrix. Those of scales and zeros are left to XLA.
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMatmulSpec
@@ -32,12 +33,15 @@ def tangent(
     target: Target,
 ) -> Outputs:
     """The tangent of o."""
-    terms = []
-    if tangents.x is not None:
+    terms, rest = [], tangents
+    # In float16 one of two terms may be beyond 65504 where their sum is not: XLA computes both, and rounds the sum.
+    of_codes = tangents.scales is not None or tangents.zeros is not None
+    if tangents.x is not None and not (of_codes and primals.x.dtype == jnp.float16):
         terms.append(forward(primals._replace(x=tangents.x), spec, product).o)
-    if tangents.scales is not None or tangents.zeros is not None:
-        config, others = xla.heuristic(spec, primals, target), tangents._replace(x=None)
-        terms.append(xla.quantized_matmul_jvp(primals, outputs, others, spec=spec, config=config).o)
+        rest = tangents._replace(x=None)
+    if of_codes:
+        config = xla.heuristic(spec, primals, target)
+        terms.append(xla.quantized_matmul_jvp(primals, outputs, rest, spec=spec, config=config).o)
     return Outputs(sum(terms))
 
 

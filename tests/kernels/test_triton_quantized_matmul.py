@@ -48,6 +48,22 @@ def test_in_the_interpreter(of, parts, monkeypatch):
     against_xla.check(of, against_xla.prepared(of), "triton", "gpu", config)
 
 
+def test_terms_of_a_tangent_beyond_float16(monkeypatch):
+    """ẋ · W is 80000 and x · Ẇ −64000; in float16 their sum is finite, and either may not be."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    monkeypatch.setattr(_launch, "has_ptx", lambda: False)
+    codes, ones = np.full((16, 4), 0x01010101, np.uint32), np.ones((16, 1), np.float16)
+    x, zeros = np.ones((2, 16), np.float16), np.zeros((16, 1), np.float16)
+    call = OPERATIONS["quantized_matmul"].prepare_arguments(x, codes, ones, zeros, bits=8, group_size=16)
+    primals = Operands(**call.named)
+    tangents = Operands(jnp.full_like(primals.x, 5000), None, jnp.full_like(primals.scales, -4000), None)
+    with lowering_for(Target("cuda", "NVIDIA H200")):
+        config = QuantizedMatmulConfig(16, 32, 16)
+        found = kernels.quantized_matmul_jvp(primals, None, tangents, spec=call.spec, config=config).o
+    assert found.dtype == jnp.float16
+    np.testing.assert_array_equal(np.asarray(found, np.float64), 16000)
+
+
 # Columns beyond the end; features that are no multiple of a step, and more than a block; rows of several tiles, and of
 # more than one program; every number of bits, and of words.
 REGISTERS = (
