@@ -8,6 +8,8 @@ import pytest
 from cases import CASES, Operand
 from cases.grouped_matmul import beyond_32_bits
 
+from ejkernel.kernels._target import lowering_for
+from ejkernel.types import Target
 from ejkernel.types.grouped_matmul import GroupedMatmulConfig
 
 triton = pytest.importorskip("triton")
@@ -32,6 +34,13 @@ def test_in_the_interpreter(case, interpreted):
     """Forward, backward and tangent; the groups cross blocks, and rows of no group hold NaN."""
     case = case.resized(dict(k=20, n=24))
     against_xla.check(case, against_xla.prepared(case), "triton", "gpu", CONFIG)
+
+
+def test_a_gpu_of_amd(monkeypatch):
+    """Its target does not tell the number of its cores."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    with lowering_for(Target("rocm", "gfx942")):
+        against_xla.check(OURS[0], against_xla.prepared(OURS[0]), "triton", "gpu", CONFIG)
 
 
 def test_a_batch_that_shares_the_matrices(interpreted):

@@ -13,6 +13,7 @@ from ejkernel.kernels._grouped_matmul import tangent
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs, result_dtype
 from ejkernel.types.grouped_matmul import GroupedMatmulConfig
+from ejkernel.types.target import DEFAULT_CORE_COUNT
 
 from . import tiles
 from .problem import Problem, in_memory, problem_of
@@ -46,7 +47,7 @@ def multiply(x: Operands, problem: Problem, dtype, config: GroupedMatmulConfig) 
         lhs = _launch.described(lhs, (rows, depth))
         rhs = _launch.described(rhs, (1, columns, depth) if problem.transposed else (1, depth, columns))
     most = triton.cdiv(problem.N, columns) * (triton.cdiv(problem.M, rows) + min(problem.E + 1, problem.M))
-    programs = min(most, _launch.multiprocessors() * residents(problem, config))
+    programs = min(most, (_launch.multiprocessors() or DEFAULT_CORE_COUNT) * residents(problem, config))
     return _launch.launch(
         rows_kernel,
         lhs,
