@@ -76,11 +76,12 @@ def _create_dot(self, x, y, total, *options, plain=interpreter.InterpreterBuilde
 
 
 def _cast(self, x, dtype, plain=interpreter.InterpreterBuilder.cast_impl):
-    """Between float32 and bfloat16, which Triton's own truncates: rounded to nearest, as on a GPU."""
-    if {x.dtype.scalar, dtype.scalar} != {tl.float32, tl.bfloat16}:
+    """To and from bfloat16, of which Triton's own truncates or takes the bits: rounded to nearest, as on a GPU."""
+    if tl.bfloat16 not in (x.dtype.scalar, dtype.scalar):
         return plain(self, x, dtype)
-    found = _numbers(x).astype(np.float32 if dtype.scalar == tl.float32 else jnp.bfloat16)
-    return interpreter.TensorHandle(found.view(interpreter._get_np_dtype(dtype)), dtype.scalar)
+    of_bits = interpreter._get_np_dtype(dtype)
+    found = _numbers(x).astype(jnp.bfloat16 if dtype.scalar == tl.bfloat16 else of_bits)
+    return interpreter.TensorHandle(found.view(of_bits), dtype.scalar)
 
 
 def _numbers(x) -> np.ndarray:

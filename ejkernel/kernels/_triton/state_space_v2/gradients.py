@@ -3,17 +3,18 @@
 With the names of the recurrence (q is C, k is B, v is x, g is dt · A), h the initial state of a chunk, dh' the
 cotangent of its final state, E_ij = exp(G_i − G_j) for j ≤ i, S_ij = q_i·k_j E_ij and W_ij = do_i·v_j dt_j:
 
-    y_j  = Σ_i S_ij do_i + exp(T − G_j) dh'ᵀ k_j        dv_j = dt_j y_j + skip do_j,    ddt_j = v_j·y_j
+    y_j  = Σ_i S_ij do_i + exp(T − G_j) dh'ᵀ k_j        dv_j = dt_j y_j + skip do_j
     dq_i = Σ_j W_ij E_ij k_j + exp(G_i) h do_i          dk_j = Σ_i W_ij E_ij q_i + exp(T − G_j) dt_j dh' v_j
 
 The decay at row t multiplies all contributions of the rows before t, and of h, to the rows from t on, and to dh'. Pairs
-j ≤ i on one side of t are in a sum over rows and in one over columns, and cancel:
+j ≤ i on one side of t are in a sum over rows and in one over columns, and cancel. With ddt beside the part of g,
 
+    ddt_j = v_j·y_j = Σ_i do_i·v_j S_ij + exp(T − G_j) v_j·dh'ᵀk_j
     dg_t = Σ_{i≥t} (Σ_j W_ij S_ij − Σ_j W_ji S_ji) + Σ_{i≥t} exp(G_i) do_i·hᵀq_i + Σ_{j<t} dt_j exp(T − G_j) v_j·dh'ᵀk_j
            + exp(T) Σ h ∘ dh'
 
-dA is a sum of dt ∘ dg over all tokens, in which a rounding of states to bfloat16 does not average out. So the terms
-with h and dh' are computed where these are float32, in the passes of `states.py`.
+dA is a sum of dt ∘ dg over all tokens, in which a rounding of states to bfloat16 does not average out, and dt and A are
+float32 in models. So the terms with h and dh' are computed where these are float32, in the passes of `states.py`.
 
 `heads_kernel` computes q·k once for all heads that share q and k, and adds up W ∘ E over these; `groups_kernel`
 multiplies that sum with k and q, and adds the second terms of dq and dk.
@@ -72,10 +73,10 @@ def cotangents(
 def _of_heads(
     x: Operands, skip, gates: Gates, do, dstates, sums: tuple, places: Places, p: Problem, config: RecurrenceConfig
 ) -> dict[str, jax.Array]:
-    """dv, ddt, W ∘ E added up over the heads of each program, and dg where there are the `sums` for it."""
+    """dv, W ∘ E added up over the heads of each program, and ddt and dg where there are the `sums` for them."""
     heads = heads_of_program(p)
     of_head = jax.ShapeDtypeStruct((p.B, p.S, p.H), jnp.float32)
-    types = dict(ddt=of_head) | (dict(dg=of_head) if sums[0] is not None else {})
+    types = dict(ddt=of_head, dg=of_head) if sums[0] is not None else {}
     types |= dict(
         dpairs=jax.ShapeDtypeStruct((p.B, p.chunks, p.H // heads, p.C, p.C), jnp.float32),
         dv=jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
@@ -92,7 +93,7 @@ def _of_heads(
         BLOCKS=0 if sums[0] is None else sums[0].shape[0],
         ROWS=min(configs.ROWS, p.D_PAD),
         COLUMNS=min(config.block_v, p.V_PAD),
-        **({} if "dg" in types else {"dg": None}),
+        **({} if "dg" in types else {"ddt": None, "dg": None}),
     )
 
 
@@ -144,33 +145,31 @@ def heads_kernel(
         of_state = (batch * p.chunks + number) * p.H + head
         G_tile, U_tile, T, dt_tile = load_gates(G, U, dt, batch, at, left, head, p)
         decays = pairs.pair_decays(None, G_tile, p)
+        weights = tl.trans((products * decays).to(p.dtype))
         do_tile, v_tile = load_values(do, v, batch, at, left, head, 0, COLUMNS, p)
         W = tl.dot(do_tile, tl.trans(v_tile))
         for column in tl.range(COLUMNS, V, COLUMNS, num_stages=1):
             more_do, more_v = load_values(do, v, batch, at, left, head, column, COLUMNS, p)
             W = tl.dot(more_do, tl.trans(more_v), W)
-        W *= decays * dt_tile[None, :]
-        of_pairs += W
+        W *= decays
+        of_pairs += W * dt_tile[None, :]
         if dg is not None:
-            W *= products
-            dgate = decay_gradients(
-                W, G_tile, U_tile, T, dt_tile, from_start, to_end, through, batch, at, left, head, of_state, BLOCKS, p
-            )
+            of_dt, dgate = decay_gradients(
+                W * products, G_tile, U_tile, T, dt_tile, from_start, to_end, through, batch, at, left, head, of_state,
+                BLOCKS, p,
+            )  # fmt: skip
+            address, exists = tiles.row_pointers(ddt, batch, at, left, head, p)
+            tl.store(address, of_dt, mask=exists)
             address, exists = tiles.row_pointers(dg, batch, at, left, head, p)
             tl.store(address, dgate, mask=exists)
-        weights = tl.trans((products * decays).to(p.dtype))
         y = value_sums(weights, k_tile, k, dstates, U_tile, do_tile, batch, at, left, group, of_state, 0, ROWS, p)
         store_values(dv, y, dt_tile, skip, do_tile, batch, at, left, head, 0, p)
-        dt_sum = tl.sum(y * v_tile.to(tl.float32), 1)
         for column in tl.range(COLUMNS, V, COLUMNS, num_stages=1):
-            more_do, more_v = load_values(do, v, batch, at, left, head, column, COLUMNS, p)
+            more_do, _ = load_values(do, v, batch, at, left, head, column, COLUMNS, p)
             y = value_sums(
                 weights, k_tile, k, dstates, U_tile, more_do, batch, at, left, group, of_state, column, ROWS, p
             )
             store_values(dv, y, dt_tile, skip, more_do, batch, at, left, head, column, p)
-            dt_sum += tl.sum(y * more_v.to(tl.float32), 1)
-        address, exists = tiles.row_pointers(ddt, batch, at, left, head, p)
-        tl.store(address, dt_sum, mask=exists)
     address = dpairs + tl.cast(pid, tl.int64) * (p.C * p.C) + rows[:, None] * p.C + rows[None, :]
     tl.store(address, of_pairs)
 
@@ -209,7 +208,7 @@ def store_values(dv, y, dt, skip, do, batch, at, left, head, column, p: tl.const
 def decay_gradients(
     W, G, U, T, dt, from_start, to_end, through, batch, at, left, head, of_state, BLOCKS: tl.constexpr, p: tl.constexpr
 ):  # fmt: skip
-    """dg of a chunk, from W ∘ S and the sums over blocks of states."""
+    """ddt and dg of a chunk, from do_i·v_j S_ij and the sums over blocks of states."""
     address, exists = tiles.row_pointers(from_start, batch, at, left, head, p)
     of_end, _ = tiles.row_pointers(to_end, batch, at, left, head, p)
     a, b, of_both = tl.full([p.C], 0.0, tl.float32), tl.full([p.C], 0.0, tl.float32), 0.0
@@ -217,9 +216,11 @@ def decay_gradients(
         a += tl.load(address + block * (p.B * p.S * p.H), mask=exists, other=0.0)
         b += tl.load(of_end + block * (p.B * p.S * p.H), mask=exists, other=0.0)
         of_both += tl.load(through + block * (p.B * p.chunks * p.H) + of_state)
-    b *= tl.exp(U) * dt
-    since = tl.sum(W, 1) - tl.sum(W, 0) + a * tl.exp(G)
-    return tl.cumsum(since, 0, reverse=True) + tl.cumsum(b, 0) - b + of_both * tl.exp(T)
+    b *= tl.exp(U)
+    of_columns = tl.sum(W, 0)
+    since = tl.sum(W * dt[None, :], 1) - of_columns * dt + a * tl.exp(G)
+    dgate = tl.cumsum(since, 0, reverse=True) + tl.cumsum(b * dt, 0) - b * dt + of_both * tl.exp(T)
+    return of_columns + b, dgate
 
 
 @triton.jit
