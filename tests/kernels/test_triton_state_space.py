@@ -9,6 +9,7 @@ from tests.gpu.state_space_cases import CASES, SPEC, Case, check, check_all, for
 
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
+from ejkernel.kernels._triton._recurrence import splits  # noqa: E402
 from ejkernel.kernels._triton.state_space_v2 import state_space_v2, state_space_v2_bwd, state_space_v2_jvp  # noqa: E402
 
 from . import interpreter  # noqa: E402
@@ -55,6 +56,18 @@ def test_other_ways_of_the_forward(algorithm, length):
     found = state_space_v2(*x, config=RecurrenceConfig(**BLOCKS, algorithm=algorithm))
     exact, rounded = (formula(x, SPEC, like(found), dtype)[0] for dtype in (jnp.float64, None))
     check((found, {}), (exact, {}), (rounded, {}), jnp.float32)
+
+
+def test_splits_in_time(monkeypatch):
+    """A sequence in parts, each from a state of its own; bfloat16, so that the backward is that of state spaces."""
+    monkeypatch.setattr(splits, "SHORTEST", 16)
+    check_all(
+        lambda *x: state_space_v2(*x, config=CONFIG),
+        lambda x, ct, wrt: state_space_v2_bwd(x, None, ct, wrt=wrt, config=CONFIG),
+        lambda x, dot: state_space_v2_jvp(x, None, dot, config=CONFIG),
+        Case("groups", B=1, H=2, G=1).make(32, jnp.bfloat16),
+        jnp.bfloat16,
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["chunks", "fused_chunks"])
