@@ -15,7 +15,9 @@ ROWS, FEATURES = 128, 64
 # (chunk_size, num_warps, num_stages), the likeliest first; on an H200 by measurement, elsewhere without spills.
 ON_HOPPER = ((64, 4, 3), (64, 4, 2), (32, 4, 2))
 ON_BLACKWELL = ((64, 8, 2), (64, 8, 1))
-FROM_REGISTERS = ((32, 4, 2), (64, 4, 2), (32, 4, 1))
+FROM_REGISTERS = ((32, 4, 2), (64, 4, 2))
+# Where none of these fits into the shared memory of the target, with the columns of x that are taken at once.
+SMALL = ((32, 4, 1, 64), (16, 4, 1, 64), (16, 4, 1, 32), (16, 4, 1, 16))
 
 
 def space(operation: str, operands: Operands, spec: StateSpaceSpec, target: Target) -> list[RecurrenceConfig]:
@@ -26,13 +28,22 @@ def space(operation: str, operands: Operands, spec: StateSpaceSpec, target: Targ
         table = FROM_REGISTERS
     else:
         table = ON_HOPPER if (target.compute_capability or 0) < 100 else ON_BLACKWELL
-    fixed = dict(block_v=64, algorithm="chunks", platform=Platform.TRITON, backend=Backend.GPU)
-    found = [
-        RecurrenceConfig(chunk_size=chunk, num_warps=warps, num_stages=stages, **fixed)
-        for chunk, warps, stages in table
-    ]
     fits_in = lambda config: shared_memory(operation, operands, config) <= shared_memory_limit(target)
-    return [config for config in found if fits_in(config)] or found[-1:]
+    found, small = ([config for config in map(_config, of_table) if fits_in(config)] for of_table in (table, SMALL))
+    return found or small[:1] or [_config(SMALL[-1])]
+
+
+def _config(values: tuple[int, ...]) -> RecurrenceConfig:
+    chunk, warps, stages, columns = (*values, 64)[:4]
+    return RecurrenceConfig(
+        chunk_size=chunk,
+        block_v=columns,
+        num_warps=warps,
+        num_stages=stages,
+        algorithm="chunks",
+        platform=Platform.TRITON,
+        backend=Backend.GPU,
+    )
 
 
 def shared_memory(operation: str, operands: Operands, config: RecurrenceConfig) -> int:
@@ -41,11 +52,12 @@ def shared_memory(operation: str, operands: Operands, config: RecurrenceConfig) 
         return configs.shared_memory(_of_recurrence(operation), shapes_of(operands), config)
     chunk, d, v = config.chunk_size, configs.padded(operands.B.shape[3]), configs.padded(operands.x.shape[3])
     columns = min(config.block_v, v)
-    # Tiles of bfloat16. Of a pass: two stages of two tiles of features and two of columns. Of `groups_kernel`: two of
-    # columns and two of states. Of `heads_kernel`: two of columns, dh', B if it has more than one tile, and pairs; one
-    # block of columns at a time, but two if these are all.
-    of_pass = 2 * 2 * chunk * (2 * FEATURES + 2 * columns + 2)
-    of_groups = 2 * config.num_stages * (2 * chunk * columns + 2 * FEATURES * columns + 4 * chunk)
+    # Tiles of bfloat16. Of a pass: two stages of two tiles of features and two of columns, and a state in parts. Of
+    # `groups_kernel`: two of columns and two of states. Of `heads_kernel`: two of columns, dh', B if it has more than
+    # one tile, and pairs; one block of columns at a time, but two if these are all.
+    features = min(FEATURES, d)
+    of_pass = 2 * 2 * chunk * (2 * features + 2 * columns + 2) + 2 * 2 * features * columns
+    of_groups = 2 * config.num_stages * (2 * chunk * columns + 2 * features * columns + 4 * chunk)
     at_once, keys = (v if v == 2 * columns else columns), chunk * ROWS if d > ROWS else 0
     of_heads = 2 * config.num_stages * (2 * chunk * at_once + d * at_once + keys + 4 * chunk) + 12 * chunk**2 + 1024
     return max(of_pass, of_groups, of_heads)
