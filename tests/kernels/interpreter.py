@@ -75,22 +75,50 @@ def _create_dot(self, x, y, total, *options, plain=interpreter.InterpreterBuilde
     return interpreter.TensorHandle(product.astype(np.float32) + total.data, total.dtype.scalar)
 
 
-def _cast(self, x, dtype, plain=interpreter.InterpreterBuilder.cast_impl):
-    """To and from bfloat16, of which Triton's own truncates or takes the bits: rounded to nearest, as on a GPU."""
-    if tl.bfloat16 not in (x.dtype.scalar, dtype.scalar):
+NARROW = {tl.bfloat16: jnp.bfloat16, tl.float8e4nv: jnp.float8_e4m3fn, tl.float8e5: jnp.float8_e5m2}
+"""What Triton's interpreter keeps as bits, and NumPy's dtype for it."""
+
+
+def _cast(self, x, dtype, *_, plain=interpreter.InterpreterBuilder.cast_impl):
+    """To and from narrow numbers, which Triton's own truncates or takes for integers: rounded to nearest."""
+    if not {x.dtype.scalar, dtype.scalar} & NARROW.keys():
         return plain(self, x, dtype)
     of_bits = interpreter._get_np_dtype(dtype)
-    found = _numbers(x).astype(jnp.bfloat16 if dtype.scalar == tl.bfloat16 else of_bits)
+    found = _numbers(x).astype(np.float32).astype(NARROW.get(dtype.scalar, of_bits))
     return interpreter.TensorHandle(found.view(of_bits), dtype.scalar)
 
 
+def _binary_op(self, x, y, op, plain=interpreter.InterpreterBuilder.binary_op):
+    """Of bfloat16 an operation on numbers, which Triton's own does with their bits, rounded to nearest."""
+    if x.dtype.scalar != tl.bfloat16 or op in BITWISE:
+        return plain(self, x, y, op)
+    found = op(*(_numbers(a).astype(np.float32) for a in (x, y)))
+    return interpreter.TensorHandle(
+        found if found.dtype == bool else found.astype(jnp.bfloat16).view(np.uint16), tl.bfloat16
+    )
+
+
+def _fma(self, x, y, z, plain=interpreter.InterpreterBuilder.create_fma):
+    """x·y + z rounded once, in float32."""
+    if z.dtype.scalar != tl.float32:
+        return plain(self, x, y, z)
+    return interpreter.TensorHandle((x.data.astype(np.float64) * y.data + z.data).astype(np.float32), tl.float32)
+
+
 def _numbers(x) -> np.ndarray:
-    """The numbers of a tensor, of which those in bfloat16 are kept as their bits."""
-    return x.data.view(jnp.bfloat16) if x.dtype.scalar == tl.bfloat16 else x.data
+    """The numbers of a tensor, of which narrow ones are kept as their bits."""
+    return x.data.view(NARROW[x.dtype.scalar]) if x.dtype.scalar in NARROW else x.data
 
 
+BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 interpreter.InterpreterBuilder.create_dot = _create_dot
 interpreter.InterpreterBuilder.cast_impl = _cast
+interpreter.InterpreterBuilder.create_fp_to_fp = _cast
+interpreter.InterpreterBuilder.binary_op = _binary_op
+interpreter.InterpreterBuilder.create_fma = _fma
+# Of a number and NaN the number, as on a GPU unless NaN is asked for.
+interpreter.InterpreterBuilder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
+interpreter.InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
 
 
 def _generic_reduce(self, input):
