@@ -82,20 +82,15 @@ def launch(kernel, *operands, out_type, grid, config, input_output_aliases=None,
             fenced.append(Fenced(np.asarray(x)))
             return fenced[-1].array
 
-        placed_operands = [None if x is None else place(next(arrays)) for x in operands]
-        present = [x for x in placed_operands if x is not None]
-        placed = {result: present[operand] for operand, result in (input_output_aliases or {}).items()}
-        filled = lambda n, dtype: 0 if n in zeroed_outputs else interpreter._poison(dtype)
-        outputs = [
-            placed[n] if n in placed else place(np.full(leaf.shape, filled(n, leaf.dtype), leaf.dtype))
-            for n, leaf in enumerate(leaves)
-        ]
-        in_order = iter([*placed_operands, *(x for n, x in enumerate(outputs) if n not in placed)])
-        arguments = {p.name: constants[p.name] if p.name in constants else next(in_order) for p in kernel.params}
+        those = [None if x is None else place(next(arrays)) for x in operands]
+        present = [x for x in those if x is not None]
+        arguments, outputs = interpreter.placed(
+            kernel, those, leaves, input_output_aliases, zeroed_outputs, constants, place
+        )
         with ONE_AT_A_TIME, np.errstate(all="ignore"):
             interpreter.run(kernel, arguments, grid)
         for n, one in enumerate(fenced):
-            written = n < len(present) and not any(present[n] is x for x in placed.values()) and one.is_written
+            written = n < len(present) and not any(present[n] is x for x in outputs) and one.is_written
             assert not written, f"{kernel.__name__} writes its operand {n}"
             assert not one.is_left, f"{kernel.__name__} writes beyond array {n}"
         return [np.array(x) for x in outputs]

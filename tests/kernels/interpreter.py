@@ -18,15 +18,20 @@ def launch(kernel, *operands, out_type, grid, config, input_output_aliases=None,
     """`ejkernel.kernels._triton._launch.launch`, without a GPU."""
     leaves, tree = jax.tree.flatten(out_type)
     operands = [None if x is None else np.array(x) for x in operands]
-    arrays = [x for x in operands if x is not None]
-    placed = {result: arrays[operand] for operand, result in (input_output_aliases or {}).items()}
-    filled = lambda n, dtype: 0 if n in zeroed_outputs else _poison(dtype)
-    new = [np.full(leaf.shape, filled(n, leaf.dtype), leaf.dtype) for n, leaf in enumerate(leaves)]
-    outputs = [placed.get(n, x) for n, x in enumerate(new)]
-    given = iter([*operands, *(x for n, x in enumerate(outputs) if n not in placed)])
-    arguments = {p.name: constants[p.name] if p.name in constants else next(given) for p in kernel.params}
+    arguments, outputs = placed(kernel, operands, leaves, input_output_aliases, zeroed_outputs, constants)
     run(kernel, arguments, grid)
     return tree.unflatten([jnp.asarray(x) for x in outputs])
+
+
+def placed(kernel, operands, results, aliases, zeroed, constants, place=lambda x: x) -> tuple[dict, list[np.ndarray]]:
+    """The arguments of a kernel by name, and its outputs: operands that they alias, or new arrays made by `place`."""
+    arrays = [x for x in operands if x is not None]
+    aliased = {result: arrays[operand] for operand, result in (aliases or {}).items()}
+    filled = lambda n, dtype: 0 if n in zeroed else _poison(dtype)
+    new = lambda n, of: place(np.full(of.shape, filled(n, of.dtype), of.dtype))
+    outputs = [aliased[n] if n in aliased else new(n, of) for n, of in enumerate(results)]
+    given = iter([*operands, *(x for n, x in enumerate(outputs) if n not in aliased)])
+    return {p.name: constants[p.name] if p.name in constants else next(given) for p in kernel.params}, outputs
 
 
 in_order = range
