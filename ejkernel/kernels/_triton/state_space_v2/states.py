@@ -44,7 +44,8 @@ def both_passes(
     how = dict(with_sums="g" in names, precise="initial_state" in names and dinitial_state is None)
     run = lambda *given, backward: _pass(*given, places, p, config, **how, backward=backward)
     of_h = run(x.k, x.v, x.q, do, *gates, initial_state, None, None, backward=False)
-    of_dh = run(x.q, do, x.k, x.v, *gates, dfinal_state, of_h["states"], of_h.get("low_part"), backward=True)
+    h = (of_h["states"], of_h["low_part"]) if "g" in names else (None, None)
+    of_dh = run(x.q, do, x.k, x.v, *gates, dfinal_state, *h, backward=True)
     sums = (of_h.get("sums"), of_dh.get("sums"), of_dh.get("through"))
     return (of_h["states"], of_dh["states"]), sums, of_dh["end"] if dinitial_state is None else dinitial_state
 
