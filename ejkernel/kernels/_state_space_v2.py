@@ -124,10 +124,11 @@ def backward(
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt; x and dy hold zeros in tokens of no sequence.
 
-    `pull` takes names and gives cotangents: of q, k, g and initial_state of the recurrence, of x by the name v, and by
-    the name dt that of the dt in its values.
+    `pull` takes names and gives cotangents: of q, k, g and initial_state of the recurrence, of x by the name v, by the
+    name dt that of the dt in its values, and by the name skip those of D of each token.
     """
     needed = dict(q={"C"}, k={"B"}, v={"x"}, dt={"dt"}, g={"A", "dt"}, initial_state={"initial_state"})
+    needed |= {} if dy is None else dict(skip={"D"})
     names = tuple(name for name, operands in needed.items() if operands & set(wrt))
     of = dict(zip(names, pull(names), strict=True)) if names else {}
     of_batch = lambda a, like: exact_sum(a, (0, 1) if like.shape[0] == 1 else (1,)).reshape(like.shape)
@@ -137,7 +138,7 @@ def backward(
         "B": lambda: of["k"],
         "C": lambda: of["q"],
         "dt": lambda: of["dt"] + _wide(x.A)[:, None] * of["g"],
-        "D": lambda: jnp.zeros_like(x.D) if dy is None else of_batch((_wide(dy) * _wide(x.x)).sum(-1), x.D),
+        "D": lambda: jnp.zeros_like(x.D) if dy is None else of_batch(of["skip"], x.D),
         "initial_state": lambda: of["initial_state"],
     }
     return tuple(gradients[name]().astype(getattr(x, name).dtype) for name in wrt)
@@ -151,11 +152,12 @@ def cotangents_by(
     asked = tuple(name for name in ("q", "k", "v", "g", "initial_state") if name in names)
     asked += ("v",) if "dt" in names and "v" not in names else ()
     states = States(dy, _transposed(cotangents.final_state))
-    of = dict(zip(asked, recurrence_bwd(_recurrence(x), states, asked), strict=True))
+    of = dict(zip(asked, recurrence_bwd(_recurrence(x), states, asked), strict=True)) if asked else {}
     skipped = None if dy is None or x.D is None else _of_heads(x.D) * _wide(dy)
     found = {
         "v": lambda: _sum(dt[..., None] * of["v"], skipped),
         "dt": lambda: (of["v"] * _wide(x.x)).sum(-1),
+        "skip": lambda: (_wide(dy) * _wide(x.x)).sum(-1),
         "initial_state": lambda: _transposed(of["initial_state"]),
     }
     return tuple(found[name]() if name in found else of[name] for name in names)

@@ -58,14 +58,17 @@ def test_other_ways_of_the_forward(algorithm, length):
     check((found, {}), (exact, {}), (rounded, {}), jnp.float32)
 
 
-def test_splits_in_time(monkeypatch):
-    """A sequence in parts, each from a state of its own; bfloat16, so that the backward is that of state spaces."""
+@pytest.mark.parametrize("decay", [0.1, 100.0])
+def test_splits_in_time(decay, monkeypatch):
+    """A sequence in parts, each from a state of its own, which has vanished after a chunk where decays are fast; in
+    bfloat16, so that the kernels are those of state spaces.
+    """
     monkeypatch.setattr(splits, "SHORTEST", 16)
     check_all(
         lambda *x: state_space_v2(*x, config=CONFIG),
         lambda x, ct, wrt: state_space_v2_bwd(x, None, ct, wrt=wrt, config=CONFIG),
         lambda x, dot: state_space_v2_jvp(x, None, dot, config=CONFIG),
-        Case("groups", B=1, H=2, G=1).make(32, jnp.bfloat16),
+        Case("groups", B=1, H=2, G=1, decay=decay).make(64, jnp.bfloat16),
         jnp.bfloat16,
     )
 

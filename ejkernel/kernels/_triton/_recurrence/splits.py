@@ -20,12 +20,12 @@ SHORTEST = 1024
 """The least tokens of a split."""
 
 
-def number_of(x: Operands) -> int:
-    """The number of splits of each sequence: a power of two, 1 if values decay."""
+def number_of(x: Operands, programs: int = PROGRAMS) -> int:
+    """The number of splits of each sequence, for so many programs: a power of two, 1 if values decay."""
     b, s, h = *x.q.shape[:2], max(x.q.shape[2], x.v.shape[2])
     if x.spans is not None or x.gv is not None:
         return 1
-    wanted = min(PROGRAMS // (b * h * max(1, x.v.shape[3] // 64)), s // SHORTEST)
+    wanted = min(programs // (b * h * max(1, x.v.shape[3] // 64)), s // SHORTEST)
     return math.gcd(2 ** int(math.log2(max(1, wanted))), s)
 
 
@@ -46,6 +46,11 @@ def initial_states(x, y, gates, start, num_splits: int, p: Problem, config, *, b
     """
     how = dict(backward=backward, precise=precise, dt=dt)
     _, ends = chunk_states(x, y, *gates, None, Places(), p, config, keep=False, **how)
+    return entering(ends, gates=gates, start=start, num_splits=num_splits, p=p, backward=backward)
+
+
+def entering(ends, *, gates, start, num_splits: int, p: Problem, backward: bool):
+    """As `initial_states`, from the states `ends` [b·num_splits,1,h,d,v] in which splits end from zero states."""
     whole = lambda a: a.reshape(p.B // num_splits, num_splits, *a.shape[2:])  # of [b·num_splits,1,…]
     ends, decay = whole(ends), jnp.exp(whole(_total(gates, p)))[..., None]
     state, found = jnp.zeros_like(ends[:, 0]) if start is None else start[:, 0], [None] * num_splits

@@ -1,6 +1,6 @@
 """Sums of log decays of a state space, once for all kernels of a backward, with the tokens of a head side by side.
 
-With g_t = dt_t A, of the tokens of a chunk G_t is the sum up to t, and U_t that of those after t.
+With g_t = dt_t A, of the tokens of a chunk G_t is the sum up to t, U_t that of those after t, and T that of all.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from ejkernel.types.recurrence import RecurrenceConfig
 
 HEADS = 32
 """The heads of a program."""
+LOWEST = tl.constexpr(-1e30)
+"""Below G of any row, so that no row has a decay to one that does not exist, nor is NaN."""
 
 
 class Gates(NamedTuple):
@@ -62,12 +64,21 @@ def gates_kernel(g, dt, first, length, chunk, owner, G, U, steps, p: tl.constexp
 
 @triton.jit
 def load_gates(G, U, dt, batch, at, left, head, p: tl.constexpr):
-    """G, U, their sum T and dt of a chunk; of rows that do not exist T, 0 and 0."""
+    """G, U and dt of a chunk; of rows that do not exist LOWEST, 0 and 0."""
+    here, exists = token_places(batch, at, left, head, p)
+    G_tile = tl.load(G + here, mask=exists, other=LOWEST)
+    return G_tile, tl.load(U + here, mask=exists, other=0.0), tl.load(dt + here, mask=exists, other=0.0)
+
+
+@triton.jit
+def load_total(G, batch, at, left, head, p: tl.constexpr):
+    """T, the sum of the log decays of a chunk."""
+    last = tl.cast(batch * p.H + head, tl.int64) * p.S + at + tl.minimum(left, p.C) - 1
+    return tl.load(G + last, mask=left > 0, other=0.0)
+
+
+@triton.jit
+def token_places(batch, at, left, head, p: tl.constexpr):
+    """Where the tokens of a chunk are in an array [b,h,s], and which of them exist."""
     rows = tl.arange(0, p.C)
-    first = tl.cast(batch * p.H + head, tl.int64) * p.S + at
-    address, exists = first + rows, rows < left
-    T = tl.load(G + first + tl.minimum(left, p.C) - 1, mask=left > 0, other=0.0)
-    G_tile = tl.load(G + address, mask=exists, other=0.0)
-    U_tile = tl.load(U + address, mask=exists, other=0.0)
-    dt_tile = tl.load(dt + address, mask=exists, other=0.0)
-    return tl.where(exists, G_tile, T), U_tile, T, dt_tile
+    return tl.cast(batch * p.H + head, tl.int64) * p.S + at + rows, rows < left

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from ejkernel.kernels._state_space_v2 import SPEC
 from ejkernel.kernels._triton import _launch
-from ejkernel.kernels._triton._recurrence import pairs, splits, tiles
+from ejkernel.kernels._triton._recurrence import splits, tiles
 from ejkernel.kernels._triton._recurrence.problem import (
     Places,
     Problem,
@@ -41,18 +41,18 @@ from ejkernel.primitives._recurrence import Operands
 from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import configs
-from .gates import Gates, gates_of, load_gates
+from .gates import Gates, gates_of, load_gates, load_total, token_places
+from .outputs import PROGRAMS, heads_of_program, token_products
 from .states import both_passes
-
-MOST_HEADS = 8
-"""The most heads of a group that a program takes one after the other."""
 
 
 def cotangents(
     x: Operands, space: StateSpace, do, dfinal_state, names: tuple[str, ...], config: RecurrenceConfig
 ) -> tuple[jax.Array, ...]:
-    """Those of the operands of the recurrence in `names`; that of dt is Σ v ∘ y, without the part of g."""
-    num_splits, ends = splits.number_of(x), (x.initial_state, dfinal_state)
+    """Those of the operands of the recurrence in `names`; that of dt is Σ v ∘ y, without the part of g, and that of
+    skip do·v of tokens.
+    """
+    num_splits, ends = splits.number_of(x, PROGRAMS), (x.initial_state, dfinal_state)
     do = jnp.zeros_like(x.v) if do is None else do
     if num_splits > 1:
         q, k, v, g, do, dt = (splits.split(a, num_splits) for a in (*x[:4], do, space.dt))
@@ -60,10 +60,10 @@ def cotangents(
     p = problem_of(x, SPEC, config.chunk_size, of_space=True)
     places = places_of(x, p)
     gates = gates_of(x.g, space.dt, places, p, config)
-    states, sums, dinitial_state = both_passes(x, space.dt, gates, do, ends, names, num_splits, places, p, config)
+    states, sums, dinitial_state = both_passes(x, gates, do, ends, names, num_splits, places, p, config)
     found = {"dinitial_state": dinitial_state}
     if names != ("initial_state",):
-        found |= _of_heads(x, space.skip, gates, do, states[1], sums, places, p, config)
+        found |= _of_heads(x, space.skip, gates, do, states[1], sums, names, places, p, config)
     if {"q", "k"}.intersection(names):
         found |= _of_groups(x, gates, do, (*states, found["dpairs"]), places, p, config)
     of_tokens = lambda a: splits.merged(zero_elsewhere(a, places), num_splits)
@@ -71,30 +71,33 @@ def cotangents(
 
 
 def _of_heads(
-    x: Operands, skip, gates: Gates, do, dstates, sums: tuple, places: Places, p: Problem, config: RecurrenceConfig
-) -> dict[str, jax.Array]:
-    """dv, W ∘ E added up over the heads of each program, and ddt and dg where there are the `sums` for them."""
+    x: Operands, skip, gates: Gates, do, dstates, sums: tuple, names: tuple[str, ...], places: Places, p: Problem,
+    config: RecurrenceConfig,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """dv, W ∘ E added up over the heads of each program, and if they are in `names` ddt and dg, and do·v."""
     heads = heads_of_program(p)
-    of_head = jax.ShapeDtypeStruct((p.B, p.S, p.H), jnp.float32)
-    types = dict(ddt=of_head, dg=of_head) if sums[0] is not None else {}
+    of_head = jax.ShapeDtypeStruct((p.B, p.H, p.S), jnp.float32)
+    types = dict(ddt=of_head, dg=of_head) if "g" in names else {}
+    types |= dict(dskip=of_head) if "skip" in names else {}
     types |= dict(
         dpairs=jax.ShapeDtypeStruct((p.B, p.chunks, p.H // heads, p.C, p.C), jnp.float32),
         dv=jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
     )
-    return _launch.launch(
+    found = _launch.launch(
         heads_kernel,
         *(x.q, x.k, x.v, do, skip, *gates, dstates, *sums),
         *places[:4],
-        out_type=types,
+        out_type=dict(sorted(types.items())),
         grid=p.B * p.chunks * (p.H // heads),
         config=config,
         p=p,
         HEADS=heads,
-        BLOCKS=0 if sums[0] is None else sums[0].shape[0],
+        BLOCKS=sums[0].shape[0] if "g" in names else 0,
         ROWS=min(configs.ROWS, p.D_PAD),
         COLUMNS=min(config.block_v, p.V_PAD),
-        **({} if "dg" in types else {"ddt": None, "dg": None}),
+        **{name: None for name in ("ddt", "dg", "dskip") if name not in types},
     )
+    return found | {name: a.swapaxes(1, 2) for name, a in found.items() if name in ("ddt", "dg", "dskip")}
 
 
 def _of_groups(
@@ -116,52 +119,43 @@ def _of_groups(
     )
 
 
-def heads_of_program(p: Problem) -> int:
-    """A divisor of the heads that share keys: the largest for which there are enough programs."""
-    most = min(MOST_HEADS, max(1, p.B * p.chunks * p.H // splits.PROGRAMS))
-    return max(n for n in range(1, most + 1) if p.per_key % n == 0)
-
-
 @triton.jit
 def heads_kernel(
     q, k, v, do, skip, G, U, dt, dstates, from_start, to_end, through, first, length, chunk, owner,
-    ddt, dg, dpairs, dv,
+    ddt, dg, dpairs, dskip, dv,
     p: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    D: tl.constexpr = p.D
     V: tl.constexpr = p.V
     parts: tl.constexpr = p.H // HEADS
     pid = tl.program_id(0)
     part, number, batch = pid % parts, pid // parts % p.chunks, pid // (parts * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
     group = part * HEADS // p.per_key
-    k_tile = tiles.load_tile(k, batch, at, left, group, p.HK, 0, D, ROWS, p)
-    products = tl.dot(tiles.load_tile(q, batch, at, left, group, p.HQ, 0, D, ROWS, p), tl.trans(k_tile))
-    for row in tl.static_range(ROWS, D, ROWS):
-        k_row = tiles.load_tile(k, batch, at, left, group, p.HK, row, D, ROWS, p)
-        products = tl.dot(tiles.load_tile(q, batch, at, left, group, p.HQ, row, D, ROWS, p), tl.trans(k_row), products)
+    # Of pairs the rows are those of j, so that weights are in registers as the product with do takes them.
+    k_tile, products = token_products(k, q, batch, at, left, group, ROWS, p)
     rows, of_pairs = tl.arange(0, p.C), tl.full([p.C, p.C], 0.0, tl.float32)
     for head in tl.range(part * HEADS, part * HEADS + HEADS):
         of_state = (batch * p.chunks + number) * p.H + head
-        G_tile, U_tile, T, dt_tile = load_gates(G, U, dt, batch, at, left, head, p)
-        decays = pairs.pair_decays(None, G_tile, p)
-        weights = tl.trans((products * decays).to(p.dtype))
+        G_tile, U_tile, dt_tile = load_gates(G, U, dt, batch, at, left, head, p)
+        later = rows[:, None] <= rows[None, :]
+        decays = tl.where(later, tl.exp(tl.where(later, G_tile[None, :] - G_tile[:, None], 0.0)), 0.0)
         do_tile, v_tile = load_values(do, v, batch, at, left, head, 0, COLUMNS, p)
-        W = tl.dot(do_tile, tl.trans(v_tile))
+        W = tl.dot(v_tile, tl.trans(do_tile))
         for column in tl.range(COLUMNS, V, COLUMNS, num_stages=1):
             more_do, more_v = load_values(do, v, batch, at, left, head, column, COLUMNS, p)
-            W = tl.dot(more_do, tl.trans(more_v), W)
+            W = tl.dot(more_v, tl.trans(more_do), W)
+        if dskip is not None:
+            here, exists = token_places(batch, at, left, head, p)
+            tl.store(dskip + here, tl.sum(tl.where(rows[:, None] == rows[None, :], W, 0.0), 1), mask=exists)
         W *= decays
-        of_pairs += W * dt_tile[None, :]
+        of_pairs += W * dt_tile[:, None]
+        weights = products * decays
         if dg is not None:
-            of_dt, dgate = decay_gradients(
-                W * products, G_tile, U_tile, T, dt_tile, from_start, to_end, through, batch, at, left, head, of_state,
-                BLOCKS, p,
+            store_decay_gradients(
+                ddt, dg, W * products, G, G_tile, U_tile, dt_tile, from_start, to_end, through, batch, at, left, head,
+                of_state, BLOCKS, p,
             )  # fmt: skip
-            address, exists = tiles.row_pointers(ddt, batch, at, left, head, p)
-            tl.store(address, of_dt, mask=exists)
-            address, exists = tiles.row_pointers(dg, batch, at, left, head, p)
-            tl.store(address, dgate, mask=exists)
+        weights = weights.to(p.dtype)
         y = value_sums(weights, k_tile, k, dstates, U_tile, do_tile, batch, at, left, group, of_state, 0, ROWS, p)
         store_values(dv, y, dt_tile, skip, do_tile, batch, at, left, head, 0, p)
         for column in tl.range(COLUMNS, V, COLUMNS, num_stages=1):
@@ -205,22 +199,23 @@ def store_values(dv, y, dt, skip, do, batch, at, left, head, column, p: tl.const
 
 
 @triton.jit
-def decay_gradients(
-    W, G, U, T, dt, from_start, to_end, through, batch, at, left, head, of_state, BLOCKS: tl.constexpr, p: tl.constexpr
+def store_decay_gradients(
+    ddt, dg, W, G, G_tile, U, dt, from_start, to_end, through, batch, at, left, head, of_state, BLOCKS: tl.constexpr,
+    p: tl.constexpr,
 ):  # fmt: skip
-    """ddt and dg of a chunk, from do_i·v_j S_ij and the sums over blocks of states."""
-    address, exists = tiles.row_pointers(from_start, batch, at, left, head, p)
-    of_end, _ = tiles.row_pointers(to_end, batch, at, left, head, p)
+    """Stores ddt and dg of a chunk, from do_i·v_j S_ij in row j and column i, and the sums over blocks of states."""
+    here, exists = token_places(batch, at, left, head, p)
     a, b, of_both = tl.full([p.C], 0.0, tl.float32), tl.full([p.C], 0.0, tl.float32), 0.0
     for block in tl.static_range(BLOCKS):
-        a += tl.load(address + block * (p.B * p.S * p.H), mask=exists, other=0.0)
-        b += tl.load(of_end + block * (p.B * p.S * p.H), mask=exists, other=0.0)
+        a += tl.load(from_start + here + block * (p.B * p.S * p.H), mask=exists, other=0.0)
+        b += tl.load(to_end + here + block * (p.B * p.S * p.H), mask=exists, other=0.0)
         of_both += tl.load(through + block * (p.B * p.chunks * p.H) + of_state)
     b *= tl.exp(U)
-    of_columns = tl.sum(W, 0)
-    since = tl.sum(W * dt[None, :], 1) - of_columns * dt + a * tl.exp(G)
-    dgate = tl.cumsum(since, 0, reverse=True) + tl.cumsum(b * dt, 0) - b * dt + of_both * tl.exp(T)
-    return of_columns + b, dgate
+    of_j = tl.sum(W, 1)
+    since = tl.sum(W * dt[:, None], 0) - of_j * dt + a * tl.exp(G_tile)
+    through_both = of_both * tl.exp(load_total(G, batch, at, left, head, p))
+    tl.store(ddt + here, of_j + b, mask=exists)
+    tl.store(dg + here, tl.cumsum(since, 0, reverse=True) + tl.cumsum(b * dt, 0) - b * dt + through_both, mask=exists)
 
 
 @triton.jit
@@ -239,14 +234,14 @@ def groups_kernel(
     for part in tl.range(0, PARTS):
         address = dpairs + tl.cast(of_part + part, tl.int64) * (p.C * p.C) + rows[:, None] * p.C + rows[None, :]
         of_pairs += tl.load(address)
-    weights = of_pairs.to(p.dtype)
+    weights = of_pairs.to(p.dtype)  # row j, column i
     k_tile = tiles.load_tile(k, batch, at, left, group, p.HK, row, p.D, ROWS, p)
     q_tile = tiles.load_tile(q, batch, at, left, group, p.HQ, row, p.D, ROWS, p)
     # Transposed, so that what is computed before a product is its second factor, which is in shared memory.
-    dq_tile, dk_tile = tl.dot(tl.trans(k_tile), tl.trans(weights)), tl.dot(tl.trans(q_tile), weights)
+    dq_tile, dk_tile = tl.dot(tl.trans(k_tile), weights), tl.dot(tl.trans(q_tile), tl.trans(weights))
     for head in tl.range(group * p.per_key, group * p.per_key + p.per_key):
         of_state = (batch * p.chunks + number) * p.H + head
-        G_tile, U_tile, _, dt_tile = load_gates(G, U, dt, batch, at, left, head, p)
+        G_tile, U_tile, dt_tile = load_gates(G, U, dt, batch, at, left, head, p)
         for column in tl.range(0, p.V, COLUMNS):
             do_tile, v_tile = load_values(do, v, batch, at, left, head, column, COLUMNS, p)
             state = tiles.load_state(states, of_state, row, ROWS, column, COLUMNS, p)

@@ -19,12 +19,14 @@ from ejkernel.primitives._recurrence import Operands as Recurrence
 from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
 from ejkernel.types.recurrence import RecurrenceConfig
 
-from . import gradients
+from . import gradients, outputs
 
 
 def state_space_v2(*operands: Array | None, spec: StateSpaceSpec, config: RecurrenceConfig) -> Outputs:
     """y and the final state."""
     x = Operands(*operands)
+    if config.algorithm == "chunks" and state_spaces.dtype_of_products(x) == jnp.bfloat16:
+        return Outputs(*outputs.recurrence(_recurrence(x), _space(x), config))
     return Outputs(*forward.recurrence(*_recurrence(x), spec=SPEC, config=config, space=_space(x)))
 
 
@@ -42,7 +44,7 @@ def state_space_v2_bwd(
 ) -> tuple[Array, ...]:  # fmt: skip
     """The cotangents of the operands named in wrt."""
     x, bar = state_spaces.of_sequences_alone(primals, cotangents)
-    if state_spaces.dtype_of_products(x) == jnp.bfloat16:
+    if state_spaces.dtype_of_products(x) == jnp.bfloat16 and wrt != ("D",):
         pull = lambda names: gradients.cotangents(_recurrence(x), _space(x), bar.o, bar.final_state, names, config)
     else:
         of_recurrence = lambda x, bar, wrt: recurrence_bwd(x, None, bar, wrt=wrt, spec=SPEC, config=config)
