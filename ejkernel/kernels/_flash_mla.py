@@ -34,7 +34,7 @@ from ejkernel.primitives.flash_mla import Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 from ._head_groups import groups_of, in_groups
-from ._latents import onto_latents, onto_projection, projected, statistics_dtype
+from ._latents import onto_latents, onto_projection, projected, statistics_dtype, with_rope
 from ._registry import configured_by, emits, kernel_registry, supported_if
 from ._target import gpu_target
 from ._visibility import visibility_of
@@ -52,22 +52,28 @@ class Kernels(NamedTuple):
         tangent: (primals, outputs, tangents, spec, config) → the tangents of the outputs.
         backward: (primals, outputs, cotangents, wrt, spec, config) → the cotangents of the operands that wrt names.
         space: (name, operands, spec, target) → the configs that may be best, the likeliest first.
+        takes_rope: (operands of flash_mla, spec) → whether the forward takes the rotary parts of keys as `k_rope`.
     """
 
     forward: Callable[..., Outputs]
     tangent: Callable[..., Outputs]
     backward: Callable[..., tuple[Array, ...]]
     space: Callable[..., list[KernelConfig]]
+    takes_rope: Callable[..., bool] = lambda x, spec: False
 
 
 # --- The three implementations ----------------------------------------------------------------------------------------
 
 
-def forward(attend: Callable[..., Outputs], x: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
-    """o and lse, where `attend` is the forward of flash_attention."""
+def forward(
+    attend: Callable[..., Outputs], x: Operands, spec: FlashAttentionSpec, config: KernelConfig, rope: bool = False
+) -> Outputs:
+    """o and lse, where `attend` is the forward of flash_attention, with `rope` one that takes the rotary parts."""
 
     def of_heads(x):
-        return attend(*expanded(Operands(**x)), spec=spec, config=config)._asdict()
+        x = Operands(**x)
+        operands, apart = (_expanded(x), dict(k_rope=x.k_rope)) if rope else (expanded(x), {})
+        return attend(*operands, spec=spec, config=config, **apart)._asdict()
 
     return Outputs(**in_groups(of_heads, x.q.shape[2], _groups(x), x._asdict()))
 
@@ -173,7 +179,8 @@ def register(
         """The results o and lse, by attention over the expanded keys and values."""
         x = Operands(*operands)
         check(flash_mla, x, config)
-        return forward(kernels().forward, x, spec, config)
+        of = kernels()
+        return forward(of.forward, x, spec, config, of.takes_rope(x, spec))
 
     def flash_mla_jvp(
         primals: Operands,
@@ -247,9 +254,14 @@ def expanded(x: Operands) -> algorithm.Operands:
     forward. So the products are between optimisation barriers: fused with surrounding operations, XLA might sum them in
     another order, which would round some keys differently.
     """
+    operands = _expanded(x)
+    return operands._replace(k=with_rope(operands.k, x.k_rope))
+
+
+def _expanded(x: Operands) -> algorithm.Operands:
+    """As `expanded`, but keys [b,t,h,x] without their rotary parts."""
     latent, w_kc, w_vc = lax.optimization_barrier((x.kv_latent, x.w_kc, x.w_vc))
-    k, v = lax.optimization_barrier(tuple(projected(latent, w).astype(x.q.dtype) for w in (w_kc, w_vc)))
-    return x.attention(_with_rope(k, x.k_rope), v)
+    return x.attention(*lax.optimization_barrier(tuple(projected(latent, w, x.q.dtype) for w in (w_kc, w_vc))))
 
 
 def _expanded_tangent(x: Operands, dx: Operands) -> algorithm.Operands:
@@ -264,14 +276,8 @@ def _expanded_tangent(x: Operands, dx: Operands) -> algorithm.Operands:
     if dk is not None or dx.k_rope is not None:
         (b, t, _), (h, features) = x.kv_latent.shape, x.w_kc.shape[2:]
         dk = jnp.zeros((b, t, h, features), statistics_dtype(x.q)) if dk is None else dk
-        dk = _with_rope(dk, jnp.zeros_like(x.k_rope) if dx.k_rope is None else dx.k_rope)
+        dk = with_rope(dk, jnp.zeros_like(x.k_rope) if dx.k_rope is None else dx.k_rope)
     return dx.attention(*(None if a is None else a.astype(x.q.dtype) for a in (dk, dv)))
-
-
-def _with_rope(k: Array, rope: Array) -> Array:
-    """Concatenates k [b,t,h,x] with the rotary part [b,t,y], shared by all heads, to [b,t,h,d]."""
-    rope = jnp.broadcast_to(rope[:, :, None], (*k.shape[:3], rope.shape[2]))
-    return jnp.concatenate([k, rope.astype(k.dtype)], axis=-1)
 
 
 # --- Positions that no query sees -------------------------------------------------------------------------------------

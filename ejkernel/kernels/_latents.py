@@ -1,4 +1,4 @@
-"""Products of latents with the projections of heads, of flash_mla, and their transposes."""
+"""Products of latents with the projections of heads, of flash_mla, and their transposes; keys with rotary parts."""
 
 from typing import Any
 
@@ -7,10 +7,16 @@ import numpy as np
 from jax import Array
 
 
-def projected(latent: Array, w: Array) -> Array:
-    """Σ_c latent [b,t,c] · w [b?,c,h,n] -> [b,t,h,n]."""
+def projected(latent: Array, w: Array, dtype: Any = None) -> Array:
+    """Σ_c latent [b,t,c] · w [b?,c,h,n] -> [b,t,h,n], of a dtype; by default that of statistics."""
     axes, w = named(w)
-    return product(f"btc,{axes}->bthn", latent, w)
+    return product(f"btc,{axes}->bthn", latent, w, dtype)
+
+
+def with_rope(k: Array, rope: Array) -> Array:
+    """Concatenates k [b,t,h,x] with the rotary part [b,t,y], shared by all heads, to [b,t,h,d]."""
+    rope = jnp.broadcast_to(rope[:, :, None], (*k.shape[:3], rope.shape[2]))
+    return jnp.concatenate([k, rope.astype(k.dtype)], axis=-1)
 
 
 def onto_latents(da: Array, w: Array) -> Array:
@@ -36,9 +42,10 @@ def named(w: Array) -> tuple[str, Array]:
     return ("chn", w[0]) if w.shape[0] == 1 else ("bchn", w)
 
 
-def product(axes: str, x: Array, y: Array) -> Array:
-    """The product of x and y along the named axes in the dtype of statistics, at full float32 precision."""
-    return jnp.einsum(axes, x, y, precision="highest", preferred_element_type=statistics_dtype(x))
+def product(axes: str, x: Array, y: Array, dtype: Any = None) -> Array:
+    """The product of x and y along the named axes at full float32 precision, by default in the dtype of statistics."""
+    dtype = statistics_dtype(x) if dtype is None else dtype
+    return jnp.einsum(axes, x, y, precision="highest", preferred_element_type=dtype)
 
 
 def statistics_dtype(x: Array) -> Any:

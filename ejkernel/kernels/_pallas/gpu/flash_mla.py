@@ -1,5 +1,7 @@
 """flash_mla on Hopper GPUs: XLA expands the latents to keys and values, which the kernels of flash_attention take.
 
+The forward takes the rotary parts of keys, which all heads share, as they are.
+
 Few queries attend to the latents by the kernels of multi_latent_page_attention.
 """
 
@@ -14,7 +16,10 @@ def kernels() -> Kernels:
     """The kernels of flash_attention, which are imported when they are first needed."""
     from .flash_attention import backward, configs, forward, tangent
 
-    return Kernels(forward.flash_attention, tangent.flash_attention_jvp, backward.flash_attention_bwd, configs.space)
+    takes_rope = lambda x, spec: forward.takes_rope(x.shapes(x.q.dtype), x.k_rope.shape[2], spec)
+    return Kernels(
+        forward.flash_attention, tangent.flash_attention_jvp, backward.flash_attention_bwd, configs.space, takes_rope
+    )
 
 
 register(

@@ -33,7 +33,7 @@ from .._inline.rows import store_tile
 from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, either, full, launch, shared, stage_of, sync, whole_eights
 from .configs import SHARED_BYTES, blocks_of_keys, check, has_pairs, in_e4m3
 from .feature_tiles import Tiles, load_parts, tiles_of, union, views
-from .head_dims import parts_of
+from .head_dims import ROW_WIDTHS, parts_of
 from .mainloop import ConsumerTile, Shared, consume
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
 from .pairs import Pairs, pairs_of, scratch_of_bias
@@ -44,18 +44,27 @@ from .rounding import rounded
 from .tiles import COLUMNS, Statistics, View
 
 
-def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
+def flash_attention(
+    *operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig, k_rope: Array | None = None
+) -> Outputs:
+    """o and lse. With `k_rope` [b,t,y] k has only the features before these, which the keys of all heads share."""
     operands = Operands(*operands)
     check("flash_attention", config, block_k=blocks_of_keys(operands.v.shape[3], has_pairs(operands)))
     mask_info = mask_info_of(visibility_of(operands, spec), config.block_q, config.block_k)
-    return attention(operands, spec, config, mask_info)
+    return attention(operands, spec, config, mask_info, k_rope)
+
+
+def takes_rope(operands: Operands, features: int, spec: FlashAttentionSpec) -> bool:
+    """Whether the last features of k may be given as `k_rope`: TMA copies them to rows of their own."""
+    return operands.k.shape[3] % ROW_WIDTHS[-1] == 0 == features % ROW_WIDTHS[-1] and not in_e4m3(operands, spec)
 
 
 def attention(
-    operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, mask_info: MaskInfo | None
-) -> Outputs:
+    operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, mask_info: MaskInfo | None,
+    k_rope: Array | None = None,
+) -> Outputs:  # fmt: skip
     """o and lse; `mask_info` is the mask of arrays, applied on top of the band."""
-    visibility, problem = visibility_of(operands, spec), problem_of(operands, spec)
+    visibility, problem = visibility_of(operands, spec), problem_of(operands, spec, k_rope)
     listed = mask_info is not None and mask_info.block_lists is not None
     given = in_e4m3(operands, spec), listed, operands.bias is not None, operands.mask is not None
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages, *given)
@@ -75,7 +84,7 @@ def attention(
     if plan.e4m3:
         arrays, scales, softmax_scale = *_in_e4m3(arrays, softmax_scale, plan), None
     tile_dtype = arrays[0].dtype
-    D_parts, V_parts = parts_of(problem.D), parts_of(problem.V)
+    D_parts, V_parts = problem.D_parts, parts_of(problem.V)
     q = views((plan.q_stages, plan.block_q), D_parts, tile_dtype)
     o = views((plan.consumers, ROWS), V_parts, dtype)
     k = views((stages, plan.block_k), D_parts, tile_dtype)
@@ -88,6 +97,7 @@ def attention(
         "flash_attention_forward",
         (
             arrays,
+            None if k_rope is None else whole_eights(k_rope),
             None if longest_first is None else jnp.asarray(longest_first),
             sinks,
             softmax_scale,
@@ -129,13 +139,13 @@ def _in_e4m3(arrays: tuple, softmax_scale: Array | None, plan: Plan) -> tuple[tu
 
 
 def _kernel(
-    arrays, longest_first, sinks, softmax_scale, scales: Scales | None, mask_info: MaskInfo | None, pairs: Pairs | None,
-    o, lse, *, plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_empty, bias_tiles=None,
-    bias_full=None,
+    arrays, k_rope, longest_first, sinks, softmax_scale, scales: Scales | None, mask_info: MaskInfo | None,
+    pairs: Pairs | None, o, lse, *, plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_empty,
+    bias_tiles=None, bias_full=None,
 ):  # fmt: skip
     number, work_tiles = lax.axis_index("warpgroup"), plan.work_tiles(longest_first)
     if not plan.persistent:
-        of_q = len(views((), parts_of(plan.problem.D), plan.problem.dtype))
+        of_q = len(views((), plan.problem.D_parts, plan.problem.dtype))
         q_and_o = tuple(q_and_o)[:of_q], tuple(q_and_o)[of_q:]
     q_tiles, o_tiles, k_tiles, v_tiles = map(tiles_of, (*q_and_o, k_tiles, v_tiles))
     bias_tiles = tiles_of(bias_tiles) if plan.bias else None
@@ -148,7 +158,7 @@ def _kernel(
         consume(tiles, tile_of, store, number, work_tiles, plan)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    load = partial(_load, arrays, longest_first, tiles, work_tiles, mask_info, pairs, plan)
+    load = partial(_load, arrays, k_rope, longest_first, tiles, work_tiles, mask_info, pairs, plan)
     either(number < plan.consumers, compute, load)
 
 
@@ -184,7 +194,7 @@ def _store(
     (o, lse), (o_tiles, lse_tile) = out, tiles
     if plan.persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    elif parts_of(plan.problem.D) != parts_of(plan.problem.V) or plan.e4m3:
+    elif plan.problem.D_parts != parts_of(plan.problem.V) or plan.e4m3:
         sync(Q_EMPTY, plan.consumers)  # o lies over q of the other warpgroup
     batch, first = tile.view.batch, tile.view.row
     total = last.total.sum(axis=1)
@@ -207,8 +217,9 @@ def _store(
 
 
 def _load(
-    arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: MaskInfo | None, pairs: Pairs | None, plan: Plan
-):
+    arrays, k_rope, longest_first, tiles: Shared, work_tiles: Array, mask_info: MaskInfo | None, pairs: Pairs | None,
+    plan: Plan,
+):  # fmt: skip
     """The producer warpgroup: q of every work tile, and its blocks of k and v into the stages as they become empty."""
     q, k, v = arrays
     plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
@@ -226,7 +237,7 @@ def _load(
             stage = stage_of(step, plan.stages)
             block = plan.block(block_range.end - 1 - i, first, head, batch, mask_info)
             keys = pl.ds(block * plan.block_k, plan.block_k)
-            of_keys = lambda part: k.at[batch, keys, kv_head, part]
+            of_keys = partial(_keys, k, k_rope, batch, keys, kv_head)
             sync(plan.k_empty + stage, plan.warpgroups)
             load_parts(tiles.k, stage, of_keys, plan.problem.D, tiles.k_full.at[stage])
             sync(plan.v_empty + stage, plan.warpgroups)
@@ -245,3 +256,11 @@ def _load(
         return lax.fori_loop(0, block_range.end - block_range.begin, stream, step)
 
     lax.fori_loop(0, work_tiles, one, jnp.int32(0))
+
+
+def _keys(k, k_rope, batch: Array, keys: pl.Slice, head: Array, part: pl.Slice):
+    """Some features of keys in device memory."""
+    features = k.shape[3]
+    if k_rope is None or part.start < features:
+        return k.at[batch, keys, head, part]
+    return k_rope.at[batch, keys, pl.ds(part.start - features, part.size)]

@@ -16,9 +16,13 @@ ROW_WIDTHS = (16, 32, 64)
 LEAST, MOST = 16, 256
 
 
-def parts_of(features: int, widest: int = ROW_WIDTHS[-1], even: bool = False) -> tuple[slice, ...]:
-    """The columns of each part of a tile, whose rows are at most `widest` numbers; all of one width if `even`."""
-    if features % 16 == 0:
+def parts_of(
+    features: int, widest: int = ROW_WIDTHS[-1], even: bool = False, by_row: bool = False
+) -> tuple[slice, ...]:
+    """The columns of each part of a tile, whose rows are at most `widest` numbers; all of one width if `even`, and with
+    `by_row` one part for each row.
+    """
+    if features % 16 == 0 and not by_row:
         return (slice(0, features),)
     widths = [min(_width(features - start), widest) for start in range(0, features, widest)]
     ends = list(itertools.accumulate([widths[0]] * len(widths) if even else widths))

@@ -12,7 +12,7 @@ from jax import Array, lax
 from ejkernel.kernels._visibility import BlockRanges, most_keys, visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
-from .head_dims import tile_width
+from .head_dims import parts_of, tile_width
 
 LOG2_E = float(np.log2(np.e))
 # Logits with a scale that is an operand and less than this are 0 beside lse.
@@ -30,6 +30,7 @@ class Problem:
         low, high: query i sees the keys j with i + low ≤ j ≤ i + high; None where unbounded, and in packed calls.
         packed, segmented: arrays mask more than the band does, see mask_info.py.
         dtype: of q, k, v and o.
+        rope: the last features of keys, if these are an array of their own, the same for all heads; 0 if they are not.
     """
 
     B: int
@@ -46,6 +47,12 @@ class Problem:
     packed: bool
     segmented: bool
     dtype: np.dtype
+    rope: int = 0
+
+    @property
+    def D_parts(self) -> tuple[slice, ...]:
+        """The parts of a tile of q or k of the forward."""
+        return parts_of(self.D, by_row=self.rope > 0)
 
     @property
     def D_tile(self) -> int:
@@ -89,7 +96,7 @@ class Problem:
         return None if self.high is None else -self.high, None if self.low is None else -self.low
 
 
-def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
+def problem_of(operands: Operands, spec: FlashAttentionSpec, k_rope: Array | None = None) -> Problem:
     """The problem that a call poses."""
     B, S, H, D = operands.q.shape
     K, G, V = operands.k.shape[1], operands.k.shape[2], operands.v.shape[3]
@@ -101,6 +108,7 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
         packed=visibility.cu_seqlens is not None,
         segmented=visibility.segment_ids is not None,
         dtype=np.dtype(operands.q.dtype),
+        rope=0 if k_rope is None else k_rope.shape[2],
     )
 
 
