@@ -10,6 +10,8 @@ from kernels.paged import ragged_defined, wide
 
 import ejkernel
 from ejkernel import lax, modules
+from ejkernel.kernels._pallas.gpu import ragged_page_attention as kernels
+from ejkernel.kernels._pallas.gpu.ragged_page_attention import BLOCKS
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.kernels._target import gpu_target
 from ejkernel.modules._operation import OPERATIONS
@@ -21,6 +23,7 @@ pytestmark = ON_HOPPER
 # than keys. After these come tokens of no sequence.
 LENGTHS = (1, 17, 512, 128, 0, 300, 40, 1)
 CONTEXTS = (3001, 1500, 2600, 128, 900, 4096, 33, 70)
+FEW_TOKENS = (1, 17, 30, 8, 0, 3, 12, 1)
 PADDING = 13
 
 
@@ -87,6 +90,13 @@ def check(x, **options):
     return found
 
 
+@pytest.fixture(params=("one launch", "two launches"))
+def launches(request, monkeypatch):
+    """Whether decodes are computed as prefills, whatever the number of sequences is."""
+    monkeypatch.setattr(kernels, "is_one_launch", lambda *call: request.param == "one launch")
+
+
+@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("page", (16, 64, 128))
 @pytest.mark.parametrize("d", (64, 128, 192, 256))
 @pytest.mark.parametrize("h, g", [(32, 8), (8, 8)])
@@ -105,11 +115,21 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("d", (64, 128))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(options, d, dtype):
     check(step(d=d, dtype=dtype, window=options.get("window")), **options)
+
+
+@pytest.mark.parametrize("d", BLOCKS)
+@pytest.mark.parametrize("options", [{}, *OPTIONS], ids=str)
+def test_tiles_of_one_warpgroup(options, d):
+    """Sequences with few rows on average, but some with more than a tile."""
+    x = step(d=d, lengths=FEW_TOKENS, window=options.get("window"))
+    assert 4 * len(x["q"]) <= 64 * len(FEW_TOKENS)
+    check(x, **options)
 
 
 @pytest.mark.parametrize("page", (32, 256, 512))

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import ejkernel
 from ejkernel import lax, modules
 from ejkernel.kernels._pallas.gpu.ragged_page_attention import BLOCKS, supports
+from ejkernel.kernels._pallas.gpu.ragged_page_attention.forward import plan_of
 from ejkernel.kernels._pallas.gpu.ragged_page_attention.work import WorkTile, most_tiles, work_tiles
 from ejkernel.kernels._target import lowering_for
 from ejkernel.kernels._triton import _launch
@@ -81,7 +82,7 @@ def a_call(tokens=640, **sizes):
 
 def test_a_step_is_a_prefill_and_a_decode():
     """Mosaic's launch, and those of Triton for the rest: its work tiles, and a decode, whose splits are merged."""
-    x = a_call()
+    x = a_call(sequences=70)
     found = custom_calls(lambda x: lax.ragged_page_attention(**x), x)
     assert found["mosaic_gpu_v2"] == 1 and found["triton_kernel_call"] in (2, 3)
     new = jax.ShapeDtypeStruct((640, 2, 128), jnp.bfloat16)
@@ -91,7 +92,7 @@ def test_a_step_is_a_prefill_and_a_decode():
 @pytest.mark.parametrize("platform", ("pallas", "triton"))
 def test_arrays_written_in_place_are_not_sliced(platform):
     """XLA would fuse the two, and the launch would write its operand, which is dropped, rather than the slice."""
-    x = a_call()
+    x = a_call(sequences=70)
     step = lambda x: modules.ragged_page_attention(**x, platform=platform)
     with lowering_for(HOPPER):
         scanned = jax.jit(lambda x: jax.lax.scan(lambda carry, _: (carry, step(x)), (), length=2)[1])
@@ -194,8 +195,6 @@ def a_step(page, d, h=4, g=2, window=None):
 @pytest.mark.parametrize("window", (None, 130))
 def test_blocks_and_pages_are_those_of_a_step(page, window, monkeypatch):
     """The kernel as a loop: blocks from the plan, masks in those that are not full, zeros instead of hidden values."""
-    from ejkernel.kernels._pallas.gpu.ragged_page_attention.forward import plan_of
-
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     x, least = a_step(page, 64, window=window), 17
     call = OPERATIONS["ragged_page_attention"].prepare_arguments(**x, window=window)
@@ -247,8 +246,6 @@ def test_blocks_and_pages_are_those_of_a_step(page, window, monkeypatch):
 @pytest.mark.parametrize("window", (None, 130))
 def test_splits_share_all_blocks(window):
     """Each block of a work tile is in one split, and full in it if it is full; others have a block and see nothing."""
-    from ejkernel.kernels._pallas.gpu.ragged_page_attention.forward import plan_of
-
     with lowering_for(HOPPER):
         plan = plan_of(shapes(), CacheSpec(window=window, num_splits=3))
     assert plan.splits == 3
@@ -269,8 +266,6 @@ def test_splits_share_all_blocks(window):
 
 def test_steps_of_few_sequences_are_split():
     """So that all multiprocessors have work, unless the bits of a token may not depend on the rest of the step."""
-    from ejkernel.kernels._pallas.gpu.ragged_page_attention.forward import plan_of
-
     x = shapes(tokens=256, h=32, g=8, sequences=1, columns=512)
     with lowering_for(HOPPER):
         splits = [plan_of(x, spec).splits for spec in (CacheSpec(), CacheSpec(batch_invariant=True))]
@@ -282,7 +277,6 @@ def test_steps_of_few_sequences_are_split():
 @pytest.mark.parametrize("total", (0, 1, 7, 40))
 def test_thread_blocks_share_all_work_tiles(total, monkeypatch):
     from ejkernel.kernels._pallas.gpu.ragged_page_attention import plan as of_plan
-    from ejkernel.kernels._pallas.gpu.ragged_page_attention.forward import plan_of
 
     with lowering_for(HOPPER):
         plan = plan_of(shapes(tokens=8000), CacheSpec())

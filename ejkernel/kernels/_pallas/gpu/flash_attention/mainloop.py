@@ -90,7 +90,8 @@ def consume(
 
     `tile_of(work_tile)` are these rows, and `store(work_tile, tile, acc, statistics)` is the epilogue.
     """
-    plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="increase")
+    if plan.consumers > 1:
+        plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="increase")
     for stage in range(2 * plan.stages):
         arrive(plan.k_empty + stage, plan.warpgroups)
     pl.when(number == plan.consumers - 1)(lambda: arrive(PING_PONG, 2))

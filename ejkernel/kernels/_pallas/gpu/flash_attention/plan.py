@@ -23,7 +23,7 @@ from .quantized import Scales, Units
 from .tile_scheduler import L2_BYTES, ListedTileScheduler, PersistentTileScheduler, SingleTileScheduler
 from .tiles import LIMITS, RescaleLimits
 
-# Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups.
+# Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups; one has enough anyway.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
 # Named barriers: q is empty; then ping-pong, one for each consumer; then the empty stages of k, and those of v.
 Q_EMPTY = FIRST_BARRIER

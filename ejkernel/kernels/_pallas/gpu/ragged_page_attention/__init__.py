@@ -1,5 +1,7 @@
 """ragged_page_attention on Hopper GPUs: decodes by Triton's kernels, prefills by a Pallas kernel of Mosaic GPU.
 
+Of few sequences that kernel computes all.
+
 Pallas is imported only when a kernel is first needed.
 """
 
@@ -9,22 +11,31 @@ from dataclasses import replace
 from jax import Array
 
 from ejkernel.kernels._registry import configured_by, emits, kernel_registry, supported_if
+from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._triton import _launch, _paged
 from ejkernel.kernels._triton import ragged_page_attention as triton
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention import Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+from ejkernel.types.target import DEFAULT_CORE_COUNT
 
 from .._supports import refuses_given, refuses_scale, refuses_target
 
 # By the head dim: block_q, block_k and stages (flash_attention/configs.py). Sequences are seldom so long that 192
 # queries of them would pay.
 BLOCKS = {64: (128, 128, 4), 128: (128, 128, 2), 192: (128, 64, 2), 256: (128, 64, 2)}
+# The same for sequences whose rows fit in one warpgroup's. A tile of two warpgroups computes as much again for nothing,
+# at a power that lowers the rate of the memory which bounds it: 16 × 8 tokens took 146 µs so on an H200, and 132 for as
+# long as the GPU had not warmed up.
+ONE_WARPGROUP = 64
+BLOCKS_OF_FEW_ROWS = {128: (ONE_WARPGROUP, 128, 3), 192: (ONE_WARPGROUP, 64, 3), 256: (ONE_WARPGROUP, 64, 3)}
 # A page, or the part of it in a block of keys, is copied in tiles of 8 rows; fewer than 16 make too many copies.
 SMALLEST_PAGE = 16
 # With fewer tokens, or sequences of fewer rows (tokens × heads of a group), most rows of a tile are empty.
 LEAST_TOKENS, LEAST_ROWS = 64, 32
+MOST_PACKED_HEADS = 16
+"""Of a tile; a power of two, so that a warpgroup's rows are whole tokens."""
 ABSENT = ("k_scale", "v_scale", "draft_mask")
 
 
@@ -47,7 +58,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return wrong
     if q.shape[1] < LEAST_TOKENS:
         return f"{q.shape[1]} tokens in the step; the kernel takes {LEAST_TOKENS} or more"
-    if (rows := math.ceil(q.shape[1] / operands.block_tables.shape[1]) * _heads(operands)) < LEAST_ROWS:
+    if (rows := average_rows(operands)) < LEAST_ROWS:
         average = f"sequences of {rows} tokens × heads of a group on average"
         return f"{average}; below {LEAST_ROWS} Triton's decoding kernel is faster"
     return None
@@ -56,6 +67,33 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 def _heads(operands: Operands) -> int:
     """Query heads that share a key/value head."""
     return operands.q.shape[2] // operands.kv_pages.shape[3]
+
+
+def average_rows(operands: Operands) -> int:
+    """Tokens × heads of a group of a sequence on average."""
+    return math.ceil(operands.q.shape[1] / operands.block_tables.shape[1]) * _heads(operands)
+
+
+def blocks_of(operands: Operands, spec: CacheSpec) -> tuple[int, int, int]:
+    """block_q, block_k and stages. Tiles may not follow from the step if bits are not to depend on the batch."""
+    few = average_rows(operands) <= ONE_WARPGROUP and not spec.batch_invariant
+    return (BLOCKS | (BLOCKS_OF_FEW_ROWS if few else {}))[operands.q.shape[3]]
+
+
+def packed_heads(operands: Operands) -> int:
+    """Heads of a group that a tile has together."""
+    return math.gcd(_heads(operands), MOST_PACKED_HEADS)
+
+
+def is_one_launch(operands: Operands, spec: CacheSpec, target: Target) -> bool:
+    """Whether decodes have tiles as prefills have: where all are computed at once, if each sequence has one for its
+    heads. A second launch, which most often finds nothing, would take 4 µs.
+
+    A plan is one of decodes, and bits that do not depend on the batch cannot come from different kernels.
+    """
+    sequences = operands.q.shape[0] * operands.block_tables.shape[1]
+    at_once = sequences * (operands.q.shape[2] // packed_heads(operands)) <= (target.core_count or DEFAULT_CORE_COUNT)
+    return at_once and operands.plan is None and not spec.batch_invariant
 
 
 def decoded(operands: Operands) -> int:
@@ -71,6 +109,7 @@ def pages_per_block(page: int, block_k: int) -> int:
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
     """Configs of the decode that may be best, the likeliest first."""
     found = triton.space(spec, operands, target, decoded(operands))
+    found = found[:1] if is_one_launch(operands, spec, target) else found
     return [replace(config, platform=Platform.PALLAS) for config in found]
 
 
@@ -94,4 +133,6 @@ def ragged_page_attention(
 
     x = Operands(*operands)
     _paged.check("ragged_page_attention", excess(x, config))
+    if is_one_launch(x, spec, gpu_target()):
+        return Outputs(**prefill(x, spec, 0))
     return triton.attended(x, spec, config, lambda most: prefill(x, spec, most), decoded(x))

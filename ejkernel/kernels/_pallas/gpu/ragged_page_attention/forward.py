@@ -10,7 +10,6 @@ in the last block of a sequence, and in the first block of its window.
 o is stored from registers, row by row, because the rows after a work tile belong to other sequences.
 """
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -32,12 +31,10 @@ from ..flash_attention.mainloop import ConsumerTile, Shared, consume
 from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E, Problem
 from ..flash_attention.tiles import COLUMNS, Statistics, View
-from . import BLOCKS
+from . import blocks_of, packed_heads
 from .plan import PagedPlan
 from .work import WorkTile, most_tiles, work_tiles
 
-MOST_PACKED_HEADS = 16
-"""A power of two, so that a warpgroup's rows are whole tokens."""
 LEAST_KEYS_OF_SPLIT = 1024
 EVERY = 2**30
 """More keys than there are."""
@@ -96,8 +93,7 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> dict[str, Array]:
 def plan_of(x: Operands, spec: CacheSpec) -> PagedPlan:
     """The plan of a step (arrays or shapes)."""
     (B, T, H, D), (pools, pages, page, G), (_, N, J) = x.q.shape, x.kv_pages.shape[:4], x.block_tables.shape
-    block_q, block_k, stages = BLOCKS[D]
-    packed_heads = math.gcd(H // G, MOST_PACKED_HEADS)
+    (block_q, block_k, stages), heads = blocks_of(x, spec), packed_heads(x)
     problem = Problem(
         *(1, T, J * page, H, G, D, D, spec.softmax_scale, spec.softcap),
         low=None if spec.left is None else -spec.left, high=0, packed=False, segmented=False,
@@ -105,7 +101,7 @@ def plan_of(x: Operands, spec: CacheSpec) -> PagedPlan:
     )  # fmt: skip
     plan = PagedPlan(
         problem, block_q, block_k, stages, sequences=N, page=page, pages=pages, pools=pools, columns=J,
-        most_tiles=most_tiles(B, N, T, block_q // packed_heads), packed_heads=packed_heads,
+        most_tiles=most_tiles(B, N, T, block_q // heads), packed_heads=heads,
     )  # fmt: skip
     return replace(plan, splits=spec.num_splits or (1 if spec.batch_invariant else _splits(plan, B, T)))
 
@@ -210,7 +206,8 @@ def _store(
 
 def _load(q, kv, block_tables, table, tiles: Shared, count: Array, plan: PagedPlan) -> None:
     """The producer warpgroup: q of every work tile, and its blocks of k and v into the stages as they become empty."""
-    plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
+    if plan.consumers > 1:
+        plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
     rows = min(plan.page, plan.block_k)
 
     def copy(slots, kv_head, tile, stage, full):
