@@ -1,4 +1,4 @@
-"""Sums of log decays of a state space, once for all kernels of a backward, with the tokens of a head side by side.
+"""Sums of log decays of a state space, once for all kernels of a call, with the tokens of a head side by side.
 
 With g_t = dt_t A, of the tokens of a chunk G_t is the sum up to t, U_t that of those after t, and T that of all.
 """
