@@ -14,7 +14,10 @@ ROWS, FEATURES = 128, 64
 """The most features of B and C that kernels which share q·k take at once, and those of the others."""
 
 # (chunk_size, num_warps, num_stages), the likeliest first; on an H200 by measurement, elsewhere without spills.
-ON_HOPPER = ((64, 4, 3), (64, 4, 2), (32, 4, 2))
+ON_HOPPER = {
+    "state_space_v2": ((64, 4, 3), (64, 4, 2), (32, 4, 2)),
+    "state_space_v2_bwd": ((64, 4, 2), (64, 4, 3), (32, 4, 2)),
+}
 ON_BLACKWELL = ((64, 8, 2), (64, 8, 1))
 FROM_REGISTERS = ((32, 4, 2), (64, 4, 2))
 # Where none of these fits into the shared memory of the target, with the columns of x that are taken at once.
@@ -28,7 +31,7 @@ def space(operation: str, operands: Operands, spec: StateSpaceSpec, target: Targ
     if target.multiplies_from_registers:
         table = FROM_REGISTERS
     else:
-        table = ON_HOPPER if (target.compute_capability or 0) < 100 else ON_BLACKWELL
+        table = ON_HOPPER[operation] if (target.compute_capability or 0) < 100 else ON_BLACKWELL
     fits_in = lambda config: shared_memory(operation, operands, config) <= shared_memory_limit(target)
     found, small = ([config for config in map(_config, of_table) if fits_in(config)] for of_table in (table, SMALL))
     return found or small[:1] or [_config(SMALL[-1])]

@@ -6,12 +6,14 @@ cotangent of its final state, E_ij = exp(G_i − G_j) for j ≤ i, S_ij = q_i·k
     y_j  = Σ_i S_ij do_i + exp(T − G_j) dh'ᵀ k_j        dv_j = dt_j y_j + skip do_j
     dq_i = Σ_j W_ij E_ij k_j + exp(G_i) h do_i          dk_j = Σ_i W_ij E_ij q_i + exp(T − G_j) dt_j dh' v_j
 
-The decay at row t multiplies all contributions of the rows before t, and of h, to the rows from t on, and to dh'. Pairs
-j ≤ i on one side of t are in a sum over rows and in one over columns, and cancel. With ddt beside the part of g,
+The decay at row t multiplies all contributions of the rows before t, and of h, to the rows from t on, and to dh'. With
+ddt beside the part of g,
 
     ddt_j = v_j·y_j = Σ_i do_i·v_j S_ij + exp(T − G_j) v_j·dh'ᵀk_j
-    dg_t = Σ_{i≥t} (Σ_j W_ij S_ij − Σ_j W_ji S_ji) + Σ_{i≥t} exp(G_i) do_i·hᵀq_i + Σ_{j<t} dt_j exp(T − G_j) v_j·dh'ᵀk_j
-           + exp(T) Σ h ∘ dh'
+    dg_t = Σ_{j<t≤i} W_ij S_ij + Σ_{i≥t} exp(G_i) do_i·hᵀq_i + Σ_{j<t} dt_j exp(T − G_j) v_j·dh'ᵀk_j + exp(T) Σ h ∘ dh'
+
+The first sum is a product with a matrix of 0 and 1, whose other factor W ∘ S is in three parts. As a difference of sums
+of rows and of columns it would have the rounding errors of all pairs, also where the decay at t is 0.
 
 dA is a sum of dt ∘ dg over all tokens, in which a rounding of states to bfloat16 does not average out, and dt and A are
 float32 in models. So the terms with h and dh' are computed where these are float32, in the passes of `states.py`.
@@ -205,17 +207,21 @@ def store_decay_gradients(
 ):  # fmt: skip
     """Stores ddt and dg of a chunk, from do_i·v_j S_ij in row j and column i, and the sums over blocks of states."""
     here, exists = token_places(batch, at, left, head, p)
-    a, b, of_both = tl.full([p.C], 0.0, tl.float32), tl.full([p.C], 0.0, tl.float32), 0.0
+    rows, a, b = tl.arange(0, p.C), tl.full([p.C], 0.0, tl.float32), tl.full([p.C], 0.0, tl.float32)
+    of_both = 0.0
     for block in tl.static_range(BLOCKS):
         a += tl.load(from_start + here + block * (p.B * p.S * p.H), mask=exists, other=0.0)
         b += tl.load(to_end + here + block * (p.B * p.S * p.H), mask=exists, other=0.0)
         of_both += tl.load(through + block * (p.B * p.chunks * p.H) + of_state)
     b *= tl.exp(U)
-    of_j = tl.sum(W, 1)
-    since = tl.sum(W * dt[:, None], 0) - of_j * dt + a * tl.exp(G_tile)
+    tl.store(ddt + here, tl.sum(W, 1) + b, mask=exists)
+    # Column t sums over i ≥ t what passes t from j < t to i, and then to the end of the chunk.
+    zeros, since = tl.full([p.C, p.C], 0.0, tl.float32), (rows[:, None] >= rows[None, :]).to(p.dtype)
+    passing = tiles.add_product(zeros, W * dt[:, None], since, p, 3) + (b * dt)[:, None]
+    passing = tl.sum(tl.where(rows[:, None] < rows[None, :], passing, 0.0), 0)
+    from_start = tl.cumsum(a * tl.exp(G_tile), 0, reverse=True)
     through_both = of_both * tl.exp(load_total(G, batch, at, left, head, p))
-    tl.store(ddt + here, of_j + b, mask=exists)
-    tl.store(dg + here, tl.cumsum(since, 0, reverse=True) + tl.cumsum(b * dt, 0) - b * dt + through_both, mask=exists)
+    tl.store(dg + here, passing + from_start + through_both, mask=exists)
 
 
 @triton.jit

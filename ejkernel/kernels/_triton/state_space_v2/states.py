@@ -140,7 +140,11 @@ def states_kernel(
         if sums is not None:
             a_tile = tiles.load_tile(a, batch, at, left, group, p.HK, row, p.D, ROWS, p)
             b_tile = tiles.load_tile(b, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
-            found = tl.dot(a_tile, high, tl.dot(a_tile, low))
+            if BACKWARD:  # a term of ddt by itself, which may be asked for in float32
+                rest = (state - high.to(tl.float32) - low.to(tl.float32)).to(p.dtype)
+                found = tl.dot(a_tile, high, tl.dot(a_tile, low, tl.dot(a_tile, rest)))
+            else:
+                found = tl.dot(a_tile, high, tl.dot(a_tile, low))
             here, exists = token_places(batch, at, left, head, p)
             here += tl.cast(block, tl.int64) * (p.B * p.H * p.S)
             tl.store(sums + here, tl.sum(found * b_tile.to(tl.float32), 1), mask=exists)
