@@ -36,7 +36,6 @@ from ejkernel.kernels._triton._recurrence.problem import (
     StateSpace,
     places_of,
     problem_of,
-    repeated,
     zero_elsewhere,
 )
 from ejkernel.primitives._recurrence import Operands
@@ -44,7 +43,7 @@ from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import configs
 from .gates import Gates, gates_of, load_gates, load_total, token_places
-from .outputs import PROGRAMS, heads_of_program, token_products
+from .outputs import chunk_and_heads, heads_of_program, in_splits, token_products
 from .states import both_passes
 
 
@@ -54,11 +53,9 @@ def cotangents(
     """Those of the operands of the recurrence in `names`; that of dt is Σ v ∘ y, without the part of g, and that of
     skip do·v of tokens.
     """
-    num_splits, ends = splits.number_of(x, PROGRAMS), (x.initial_state, dfinal_state)
-    do = jnp.zeros_like(x.v) if do is None else do
-    if num_splits > 1:
-        q, k, v, g, do, dt = (splits.split(a, num_splits) for a in (*x[:4], do, space.dt))
-        x, space = x._replace(q=q, k=k, v=v, g=g), StateSpace(dt, repeated(space.skip, num_splits))
+    ends = (x.initial_state, dfinal_state)
+    num_splits, x, space = in_splits(x, space)
+    do = jnp.zeros_like(x.v) if do is None else splits.split(do, num_splits)
     p = problem_of(x, SPEC, config.chunk_size, of_space=True)
     places = places_of(x, p)
     gates = gates_of(x.g, space.dt, places, p, config)
@@ -128,15 +125,13 @@ def heads_kernel(
     p: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     V: tl.constexpr = p.V
-    parts: tl.constexpr = p.H // HEADS
-    pid = tl.program_id(0)
-    part, number, batch = pid % parts, pid // parts % p.chunks, pid // (parts * p.chunks)
+    batch, number, first_head = chunk_and_heads(p, HEADS)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
-    group = part * HEADS // p.per_key
+    group = first_head // p.per_key
     # Of pairs the rows are those of j, so that weights are in registers as the product with do takes them.
     k_tile, products = token_products(k, q, batch, at, left, group, ROWS, p)
     rows, of_pairs = tl.arange(0, p.C), tl.full([p.C, p.C], 0.0, tl.float32)
-    for head in tl.range(part * HEADS, part * HEADS + HEADS):
+    for head in tl.range(first_head, first_head + HEADS):
         of_state = (batch * p.chunks + number) * p.H + head
         G_tile, U_tile, dt_tile = load_gates(G, U, dt, batch, at, left, head, p)
         later = rows[:, None] <= rows[None, :]
@@ -166,7 +161,7 @@ def heads_kernel(
                 weights, k_tile, k, dstates, U_tile, more_do, batch, at, left, group, of_state, column, ROWS, p
             )
             store_values(dv, y, dt_tile, skip, more_do, batch, at, left, head, column, p)
-    address = dpairs + tl.cast(pid, tl.int64) * (p.C * p.C) + rows[:, None] * p.C + rows[None, :]
+    address = dpairs + tl.cast(tl.program_id(0), tl.int64) * (p.C * p.C) + rows[:, None] * p.C + rows[None, :]
     tl.store(address, of_pairs)
 
 

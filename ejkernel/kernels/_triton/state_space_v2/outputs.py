@@ -42,10 +42,8 @@ MOST_HEADS = 16
 
 def recurrence(x: Operands, space: StateSpace, config: RecurrenceConfig) -> Outputs:
     """y and the final state."""
-    num_splits, start, entering = splits.number_of(x, PROGRAMS), x.initial_state, None
-    if num_splits > 1:
-        q, k, v, g, dt = (splits.split(a, num_splits) for a in (*x[:4], space.dt))
-        x, space = x._replace(q=q, k=k, v=v, g=g), StateSpace(dt, repeated(space.skip, num_splits))
+    start, entering = x.initial_state, None
+    num_splits, x, space = in_splits(x, space)
     p = problem_of(x, SPEC, config.chunk_size, of_space=True)
     places = places_of(x, p)
     gates = gates_of(x.g, space.dt, places, p, config)
@@ -71,6 +69,15 @@ def recurrence(x: Operands, space: StateSpace, config: RecurrenceConfig) -> Outp
     return Outputs(splits.merged(zero_elsewhere(o, places), num_splits), final)
 
 
+def in_splits(x: Operands, space: StateSpace) -> tuple[int, Operands, StateSpace]:
+    """The number of splits, and the operands with the splits as sequences."""
+    num_splits = splits.number_of(x, PROGRAMS)
+    if num_splits > 1:
+        q, k, v, g, dt = (splits.split(a, num_splits) for a in (*x[:4], space.dt))
+        x, space = x._replace(q=q, k=k, v=v, g=g), StateSpace(dt, repeated(space.skip, num_splits))
+    return num_splits, x, space
+
+
 def heads_of_program(p: Problem) -> int:
     """A divisor of the heads that share keys: the largest for which there are enough programs."""
     most = min(MOST_HEADS, max(1, p.B * p.chunks * p.H // splits.PROGRAMS))
@@ -84,13 +91,11 @@ def outputs_kernel(
     p: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     V: tl.constexpr = p.V
-    parts: tl.constexpr = p.H // HEADS
-    pid = tl.program_id(0)
-    part, number, batch = pid % parts, pid // parts % p.chunks, pid // (parts * p.chunks)
+    batch, number, first_head = chunk_and_heads(p, HEADS)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
-    group = part * HEADS // p.per_key
+    group = first_head // p.per_key
     q_tile, products = token_products(q, k, batch, at, left, group, ROWS, p)
-    for head in tl.range(part * HEADS, part * HEADS + HEADS):
+    for head in tl.range(first_head, first_head + HEADS):
         of_state = (batch * p.chunks + number) * p.H + head
         G_tile, _, dt_tile = load_gates(G, U, dt, batch, at, left, head, p)
         weights = (products * pairs.pair_decays(None, G_tile, p) * dt_tile[None, :]).to(p.dtype)
@@ -103,6 +108,14 @@ def outputs_kernel(
                 o, weights, q_tile, q, v, G_tile, skip, states, entering, since, of_state, batch, at, left, group, head,
                 column, COLUMNS, p,
             )  # fmt: skip
+
+
+@triton.jit
+def chunk_and_heads(p: tl.constexpr, HEADS: tl.constexpr):
+    """The sequence, the number of the chunk and the first of the HEADS heads of this program."""
+    parts: tl.constexpr = p.H // HEADS
+    pid = tl.program_id(0)
+    return pid // (parts * p.chunks), pid // parts % p.chunks, pid % parts * HEADS
 
 
 @triton.jit
