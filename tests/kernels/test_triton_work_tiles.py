@@ -50,11 +50,19 @@ def test_tables(name, batches, n, block_q, least, left, monkeypatch):
     check(steps(name, batches, n), block_q, least, left, monkeypatch)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("most_keys, least_decodes", [(2**31 - 1, 1), (300, 2), (300, 6)])
+def test_decodes_beside_prefills(name, most_keys, least_decodes, monkeypatch):
+    """Of up to so many keys, if there are enough, and behind the tiles of all others."""
+    check(steps(name, 2, 9), 16, 40, 100, monkeypatch, most_keys, least_decodes)
+
+
 @pytest.mark.parametrize("name", ("fewer sequences", "equal contexts", "anything"))
 def test_sequences_and_tiles_are_taken_in_blocks(name, monkeypatch):
     monkeypatch.setattr(work, "MOST_AT_ONCE", 8)
     monkeypatch.setattr(work, "TILES_AT_ONCE", 16)
     check(steps(name, 3, 5), 4, 5, 30, monkeypatch)
+    check(steps(name, 3, 5), 4, 50, 30, monkeypatch, 500, 3)
 
 
 @pytest.mark.parametrize("n", (1, 16, 3000))
@@ -64,8 +72,8 @@ def test_compiles(n, monkeypatch):
     assert not compiler.binary(launch, compiler.TARGETS["sm_90"]).spilled
 
 
-def check(step, block_q, least, left, monkeypatch):
-    options = TOKENS, block_q, least, left, KEYS
+def check(step, block_q, least, left, monkeypatch, *decodes):
+    options = TOKENS, block_q, least, left, KEYS, *decodes
     wanted, total = work_tiles.work_tiles(*step, *options)
     with monkeypatch.context() as patch:
         patch.setattr(_launch, "launch", interpreter.launch)

@@ -9,16 +9,20 @@ from ejkernel.kernels._visibility import interval
 
 def work_tiles(
     context_lens: Array, query_start_loc: Array, num_seqs: Array, tokens: int, block_q: int, least: int,
-    left: int | None, keys: int,
+    left: int | None, keys: int, most_keys: int = 0, least_decodes: int = 0,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The table [most_tiles, 6], and how many of its entries are work tiles, [1]."""
+    """The table [most_tiles, 6], how many of its entries are work tiles, and the keys of decodes that have some [2]."""
     batches, sequences = context_lens.shape
     batch, number = (jnp.arange(n, dtype=jnp.int32) for n in (batches, sequences + 2))
     bounds, count = jnp.clip(query_start_loc, 0, tokens), jnp.clip(num_seqs, 0, sequences)
     begin, end = bounds[:, :1], jnp.take_along_axis(bounds, count, 1)
     # The last two sequences are the tokens before all others and after them.
     length = jnp.diff(bounds)
-    length = jnp.where((number[:-2] < count) & (length >= least), length, 0)
+    is_decode = (number[:-2] < count) & (length > 0) & (length < least) & (context_lens <= most_keys)
+    is_decode &= most_keys > 0
+    has_decodes = jnp.sum(is_decode) >= max(1, least_decodes)
+    is_decode &= has_decodes
+    length = jnp.where((number[:-2] < count) & (length >= least) | is_decode, length, 0)
     length = jnp.concatenate([length, begin, tokens - end], 1)
     start = jnp.concatenate([bounds[:, :-1], jnp.zeros_like(begin), end], 1)
     context = jnp.pad(context_lens, ((0, 0), (0, 2)))
@@ -36,6 +40,8 @@ def work_tiles(
     index = jnp.arange(len(tiles), dtype=jnp.int32)
     longer = context > context[:, None]
     earlier = longer | (context == context[:, None]) & (index < index[:, None])
+    is_decode = jnp.pad(is_decode, ((0, 0), (0, 2))).reshape(-1)
+    earlier = (is_decode < is_decode[:, None]) | (is_decode == is_decode[:, None]) & earlier
     before = jnp.sum(jnp.where(earlier, tiles, 0), 1)
     place = jnp.arange(most_tiles(batches, sequences, tokens, block_q), dtype=jnp.int32)[:, None]
     owns = (before <= place) & (place < before + tiles)
@@ -47,4 +53,6 @@ def work_tiles(
         tokens=jnp.minimum(found.tokens - offset, block_q),
         position=found.position + offset,
     )
-    return jnp.stack(found, 1), jnp.minimum(jnp.sum(tiles), len(place)).reshape(1)
+    return jnp.stack(found, 1), jnp.stack(
+        [jnp.minimum(jnp.sum(tiles), len(place)), jnp.where(has_decodes, most_keys, -(2**31))]
+    ).astype(jnp.int32)

@@ -57,7 +57,7 @@ def attended(
     x: Operands,
     spec: CacheSpec,
     config: RaggedPageAttentionConfig,
-    prefill: Callable[[int], dict[str, Array]] | None = None,
+    prefill: Callable[[int], tuple[dict[str, Array], Array | None]] | None = None,
     tokens: int | None = None,
 ) -> Outputs:
     """o and lse; `prefill` computes the sequences that are not decoded, as `launch.attend` has it: those with more than

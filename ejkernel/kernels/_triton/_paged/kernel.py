@@ -22,7 +22,7 @@ from .work import item_of_plan, keys_of_row, keys_of_tokens, row_of_program, spl
 @triton.jit
 def attend_kernel(
     q, k, v, context_lens, starts, num_seqs, first_keys, block_tables, sinks, k_scale, v_scale, draft_mask, plan,
-    o, lse, o_splits, lse_splits, arrivals,
+    tiled_keys, o, lse, o_splits, lse_splits, arrivals,
     problem: tl.constexpr, schedule: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, PAIRS: tl.constexpr,
@@ -30,7 +30,7 @@ def attend_kernel(
     group = tl.program_id(0) % problem.G
     unit = tl.program_id(0) // problem.G
     batch, sequence, token, tokens, position, low, high, slot, split, splits = work_of_program(
-        unit, context_lens, starts, num_seqs, first_keys, plan, problem, schedule, BLOCK_K
+        unit, context_lens, starts, num_seqs, first_keys, plan, tiled_keys, problem, schedule, BLOCK_K
     )
     heads: tl.constexpr = problem.H // problem.G
     row = tl.arange(0, ROWS)
@@ -75,7 +75,7 @@ def attend_kernel(
 
 @triton.jit
 def work_of_program(
-    unit, context_lens, starts, num_seqs, first_keys, plan,
+    unit, context_lens, starts, num_seqs, first_keys, plan, tiled_keys,
     problem: tl.constexpr, schedule: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A row as `row_of_program` gives it, its keys low ≤ j < high, and where which of how many splits is left."""
@@ -84,7 +84,7 @@ def work_of_program(
         splits: tl.constexpr = schedule.splits
         slot = unit
         batch, sequence, token, tokens, position = row_of_program(
-            unit // schedule.splits, context_lens, starts, num_seqs, problem, schedule
+            unit // schedule.splits, context_lens, starts, num_seqs, tiled_keys, problem, schedule
         )
         low, high = keys_of_row(batch, sequence, position, tokens, context_lens, first_keys, problem)
         low, high = split_of_keys(low, high, split, BLOCK_K, schedule)

@@ -57,6 +57,7 @@ class Step(NamedTuple):
         first_keys: [b,n], the first keys that there are of each sequence.
         block_tables: [b,n,j]; None where a sequence has the page of its number.
         sinks: [b?,h,x]; k_scale and v_scale [b?,p?,s?,g?]; draft_mask [b,t,w]; plan [b?,l,i,8].
+        tiled_keys: [1], up to how many keys decodes are computed with the prefills.
     """
 
     q: Array
@@ -72,6 +73,7 @@ class Step(NamedTuple):
     v_scale: Array | None = None
     draft_mask: Array | None = None
     plan: Array | None = None
+    tiled_keys: Array | None = None
 
 
 def attend(
@@ -82,13 +84,13 @@ def attend(
     tiles: TileConfig,
     causal: bool = True,
     sinks_of_empty: bool = False,
-    prefill: Callable[[int], Results] | None = None,
+    prefill: Callable[[int], tuple[Results, Array | None]] | None = None,
 ) -> tuple[Array, Array]:
     """o [b,t,h,e] in the dtype of q and lse [b,t,h] float32; 0 and −∞ for tokens of no sequence.
 
     `splits` and `tiles` are how rows of few tokens are computed. A plan decides their splits itself, and is left aside
     where these may not depend on the step. `prefill(n)` gives o and lse of all tokens but those of sequences with 1 to
-    n of them in the step, in the place of the launch that is made here.
+    n of them in the step, in the place of the launch that is made here; and `tiled_keys` if it has some of these too.
     """
     problem = _problem(x, spec, sequences, causal, sinks_of_empty)
     tokens, fixed = tiles.rows // (problem.H // problem.G), 0
@@ -105,7 +107,8 @@ def attend(
         items = x.plan.shape[1] * x.plan.shape[2]
         decode = replace(decode, items=items, plan_batch=0 if x.plan.shape[0] == 1 else items)
     if prefill is not None and tokens < problem.T:
-        results = _decoded(x, problem, decode, tiles, prefill(tokens))
+        results, tiled_keys = prefill(tokens)
+        results = _decoded(x._replace(tiled_keys=tiled_keys), problem, decode, tiles, results)
         return results["o"], results["lse"]
     if x.query_start_loc is not None and _is_one_launch(x, spec, problem, tokens):
         decode = replace(decode, rows=_packed_rows(problem, tokens), packed=True, padding=True, most=EVERY)
@@ -182,7 +185,7 @@ def _decoded(x: Step, problem: Problem, schedule: Schedule, tiles: TileConfig, r
         attend_kernel, x, {}, parts, dict(o=None, lse=None, arrivals=None), units * schedule.splits * problem.G,
         problem, schedule, tiles, **_sizes(x, problem, schedule, tiles),
     )  # fmt: skip
-    tables = x.context_lens, x.query_start_loc, x.num_seqs, x.sinks
+    tables = x.context_lens, x.query_start_loc, x.num_seqs, x.sinks, x.tiled_keys
     return _launched(
         merge_kernel, (*tables, found["o_splits"], found["lse_splits"]), results, _missing(x, problem, results), {},
         units * schedule.tokens * problem.H, problem, schedule, tiles._replace(warps=4, stages=1),

@@ -12,7 +12,7 @@ from .work import row_of_program
 
 @triton.jit
 def merge_kernel(
-    context_lens, starts, num_seqs, sinks, o_splits, lse_splits,
+    context_lens, starts, num_seqs, sinks, tiled_keys, o_splits, lse_splits,
     o, lse,
     problem: tl.constexpr, schedule: tl.constexpr, SPLITS: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -20,7 +20,9 @@ def merge_kernel(
     head = tl.program_id(0) % problem.H
     of_token = tl.program_id(0) // problem.H % schedule.tokens
     unit = tl.program_id(0) // (problem.H * schedule.tokens)
-    batch, _, token, tokens, position = row_of_program(unit, context_lens, starts, num_seqs, problem, schedule)
+    batch, _, token, tokens, position = row_of_program(
+        unit, context_lens, starts, num_seqs, tiled_keys, problem, schedule
+    )
     heads = tl.zeros([1], tl.int32) + head
     if of_token >= tokens:
         if schedule.padding and tokens == 0:

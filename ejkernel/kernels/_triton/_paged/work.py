@@ -5,11 +5,14 @@ import triton.language as tl
 
 
 @triton.jit
-def row_of_program(unit, context_lens, starts, num_seqs, problem: tl.constexpr, schedule: tl.constexpr):
+def row_of_program(
+    unit, context_lens, starts, num_seqs, tiled_keys, problem: tl.constexpr, schedule: tl.constexpr
+):  # fmt: skip
     """The row of a program: batch, sequence, first token in the step, tokens (0 is no work), and its first position.
 
     `unit` counts the rows of all batches. Where rows are packed, those behind the last one that has tokens stand for
-    the tokens of no sequence, and the first token is that of these.
+    the tokens of no sequence, and the first token is that of these. Otherwise sequences of up to `tiled_keys` keys, if
+    given, are none of the launch.
     """
     batch = unit // schedule.rows
     row = unit % schedule.rows
@@ -40,8 +43,10 @@ def row_of_program(unit, context_lens, starts, num_seqs, problem: tl.constexpr, 
         length = tl.load(starts + batch * (problem.N + 1) + row + 1) - start
         length = tl.where((length >= schedule.least) & (length <= schedule.most), length, 0)
         length = tl.where(row < count_of_sequences(num_seqs, batch, problem), length, 0)
-        position = context_of(context_lens, batch, row, problem) - length
-        return batch, row, start, tl.minimum(length, schedule.tokens), position
+        context = context_of(context_lens, batch, row, problem)
+        if tiled_keys is not None:
+            length = tl.where(context > tl.load(tiled_keys), length, 0)
+        return batch, row, start, tl.minimum(length, schedule.tokens), context - length
 
 
 @triton.jit

@@ -22,10 +22,12 @@ class TileSchedule:
     Attributes:
         B, N, T: batches, and sequences and tokens of each.
         block_q: tokens of a tile at most.
-        least: sequences of fewer tokens have no tiles.
+        least: sequences of fewer tokens, the decodes, have no tiles.
         left: how many keys before its own a token sees; None for all.
         keys: slots of a sequence.
         most_tiles: places of the table.
+        most_keys, least_decodes: decodes of up to so many keys have tiles too, if there are so many of them; 0 for
+            none.
     """
 
     B: int
@@ -36,6 +38,8 @@ class TileSchedule:
     left: int | None
     keys: int
     most_tiles: int
+    most_keys: int = 0
+    least_decodes: int = 0
 
 
 @triton.jit
@@ -44,15 +48,21 @@ def work_tiles_kernel(
 ):
     """The program behind those of all sequences has none, and as many tiles before it as there are."""
     index, every = tl.program_id(0), schedule.B * (schedule.N + 2)
-    sequence, start, length, context = sequence_of(index, context_lens, starts, num_seqs, schedule)
+    most_keys = keys_of_decodes(context_lens, starts, num_seqs, schedule, SEQUENCES)
+    sequence, start, length, context, is_decode = sequence_of(
+        index, context_lens, starts, num_seqs, most_keys, schedule
+    )
+    is_behind_prefills = (index == every) | (is_decode > 0)
     before = 0
     for first in tl.range(0, every, SEQUENCES):
         other = first + tl.arange(0, SEQUENCES)
-        _, _, of_length, of_context = sequence_of(other, context_lens, starts, num_seqs, schedule)
+        _, _, of_length, of_context, decodes = sequence_of(other, context_lens, starts, num_seqs, most_keys, schedule)
         earlier = (of_context > context) | ((of_context == context) & (other < index))
+        earlier = tl.where(is_behind_prefills, (decodes == 0) | earlier, (decodes == 0) & earlier)
         before += tl.sum(tl.where(earlier, tl.cdiv(of_length, schedule.block_q), 0))
     if index == every:
         tl.store(total, tl.minimum(before, schedule.most_tiles))
+        tl.store(total + 1, most_keys)
     tiles, position = tl.cdiv(length, schedule.block_q), context - length
     first_key, stop = keys_of_sequence(position, context, schedule)
     for first in tl.range(0, tiles, TILES):
@@ -70,8 +80,22 @@ def work_tiles_kernel(
 
 
 @triton.jit
-def sequence_of(index, context_lens, starts, num_seqs, schedule: tl.constexpr):
-    """Sequence, first token, tokens (0 without tiles) and context of an index, counted over all batches.
+def keys_of_decodes(context_lens, starts, num_seqs, schedule: tl.constexpr, SEQUENCES: tl.constexpr):
+    """Decodes of up to so many keys have tiles; less than there can be if none do."""
+    decodes = 0
+    if schedule.most_keys > 0:
+        for first in tl.range(0, schedule.B * (schedule.N + 2), SEQUENCES):
+            index = first + tl.arange(0, SEQUENCES)
+            _, _, _, _, is_decode = sequence_of(index, context_lens, starts, num_seqs, schedule.most_keys, schedule)
+            decodes += tl.sum(is_decode)
+    has_tiles = (decodes > 0) & (decodes >= schedule.least_decodes)
+    return tl.where(has_tiles, schedule.most_keys, _BEFORE_ALL)
+
+
+@triton.jit
+def sequence_of(index, context_lens, starts, num_seqs, most_keys, schedule: tl.constexpr):
+    """Sequence, first token, tokens (0 without tiles), context, and whether it is a decode with tiles, of an index,
+    counted over all batches.
 
     The last two of a batch are its tokens before all sequences and after them; what is behind those of the last batch
     has no tokens and is last in the order.
@@ -86,10 +110,12 @@ def sequence_of(index, context_lens, starts, num_seqs, schedule: tl.constexpr):
     end = tl.load(of_batch + tl.where(n == N, 0, n + 1), mask=n <= N, other=T)
     start, end = tl.minimum(tl.maximum(start, 0), T), tl.minimum(tl.maximum(end, 0), T)
     length = end - start
-    has_tiles = ((n < count) & (length >= schedule.least)) | (n == N) | (n == N + 1)
-    length = tl.where(has_tiles, length, 0)
     context = tl.load(context_lens + batch * N + n, mask=n < N, other=tl.where(n > N + 1, _BEFORE_ALL, 0))
-    return tl.minimum(n, N - 1) + batch * N, start + batch * T, length, context
+    is_decode = (n < count) & (length > 0) & (length < schedule.least) & (context <= most_keys)
+    is_decode &= schedule.most_keys > 0
+    has_tiles = ((n < count) & (length >= schedule.least)) | is_decode | (n == N) | (n == N + 1)
+    length = tl.where(has_tiles, length, 0)
+    return tl.minimum(n, N - 1) + batch * N, start + batch * T, length, context, is_decode.to(tl.int32)
 
 
 @triton.jit

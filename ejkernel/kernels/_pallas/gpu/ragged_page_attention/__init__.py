@@ -1,6 +1,7 @@
-"""ragged_page_attention on Hopper GPUs: decodes by Triton's kernels, prefills by a Pallas kernel of Mosaic GPU.
+"""ragged_page_attention on Hopper GPUs: prefills by a Pallas kernel of Mosaic GPU, decodes by that or by Triton's.
 
-Of few sequences that kernel computes all.
+Of few sequences the kernel of the prefills computes all, and of many the decodes with few keys, while memory would be
+idle.
 
 Pallas is imported only when a kernel is first needed.
 """
@@ -32,6 +33,8 @@ ONE_WARPGROUP = 64
 BLOCKS_OF_FEW_ROWS = {128: (ONE_WARPGROUP, 128, 3), 192: (ONE_WARPGROUP, 64, 3), 256: (ONE_WARPGROUP, 64, 3)}
 # A page, or the part of it in a block of keys, is copied in tiles of 8 rows; fewer than 16 make too many copies.
 SMALLEST_PAGE = 16
+# Keys of a decode that is a work tile beside prefills, at most; longer ones are split by Triton.
+MOST_KEYS_OF_TILE = 8192
 # With fewer tokens, or sequences of fewer rows (tokens × heads of a group), most rows of a tile are empty.
 LEAST_TOKENS, LEAST_ROWS = 64, 32
 MOST_PACKED_HEADS = 16
@@ -96,6 +99,17 @@ def is_one_launch(operands: Operands, spec: CacheSpec, target: Target) -> bool:
     return at_once and operands.plan is None and not spec.batch_invariant
 
 
+def least_decodes(operands: Operands, spec: CacheSpec, target: Target) -> int | None:
+    """So many decodes have tiles beside prefills: where they are one for each multiprocessor or more. None never have.
+
+    Neither where a plan divides them, nor where bits may not depend on how many there are.
+    """
+    if operands.plan is not None or spec.batch_invariant:
+        return None
+    tiles = operands.q.shape[2] // packed_heads(operands)
+    return math.ceil((target.core_count or DEFAULT_CORE_COUNT) / tiles)
+
+
 def decoded(operands: Operands) -> int:
     """The most tokens of a sequence that Triton decodes: as many as its smallest tile has rows for."""
     return max(1, _paged.SMALLEST_TILE // _heads(operands))
@@ -134,5 +148,5 @@ def ragged_page_attention(
     x = Operands(*operands)
     _paged.check("ragged_page_attention", excess(x, config))
     if is_one_launch(x, spec, gpu_target()):
-        return Outputs(**prefill(x, spec, 0))
+        return Outputs(**prefill(x, spec, 0)[0])
     return triton.attended(x, spec, config, lambda most: prefill(x, spec, most), decoded(x))

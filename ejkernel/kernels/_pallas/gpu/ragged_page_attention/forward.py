@@ -10,8 +10,10 @@ in the last block of a sequence, and in the first block of its window.
 o is stored from registers, row by row, because the rows after a work tile belong to other sequences.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._triton._paged.parts import merge_parts
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention import Operands
@@ -31,7 +34,7 @@ from ..flash_attention.mainloop import ConsumerTile, Shared, consume
 from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E, Problem
 from ..flash_attention.tiles import COLUMNS, Statistics, View
-from . import blocks_of, packed_heads
+from . import MOST_KEYS_OF_TILE, blocks_of, least_decodes, packed_heads
 from .plan import PagedPlan
 from .work import WorkTile, most_tiles, work_tiles
 
@@ -40,13 +43,17 @@ EVERY = 2**30
 """More keys than there are."""
 
 
-def prefill(x: Operands, spec: CacheSpec, most: int) -> dict[str, Array]:
-    """o [b,t,h,d] and lse [b,t,h] float32 of all tokens, except in sequences of 1 to `most` tokens (the decodes)."""
-    plan = plan_of(x, spec)
+def prefill(x: Operands, spec: CacheSpec, most: int) -> tuple[dict[str, Array], Array | None]:
+    """o [b,t,h,d] and lse [b,t,h] float32 of all tokens, except in sequences of 1 to `most` tokens, the decodes.
+
+    Decodes of up to so many keys [1] as the second result says, if there is one, are computed too.
+    """
+    plan, decodes = plan_of(x, spec), least_decodes(x, spec, gpu_target()) if most else None
     problem, (B, T, H, D) = plan.problem, x.q.shape
     table, total = work_tiles(
         x.context_lens, x.query_start_loc, x.num_seqs, T, plan.tokens, most + 1,
         None if problem.low is None else -problem.low, problem.K,
+        *((MOST_KEYS_OF_TILE, decodes) if decodes else ()),
     )  # fmt: skip
     sinks = x.sinks
     if sinks is not None:
@@ -87,7 +94,7 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> dict[str, Array]:
     )
     if plan.splits > 1:
         o, lse = merge_parts(o.reshape(-1, D), lse.reshape(-1, 1), None, plan.splits, B * T * H, problem.dtype)
-    return dict(o=o.reshape(x.q.shape), lse=lse.reshape(B, T, H))
+    return dict(o=o.reshape(x.q.shape), lse=lse.reshape(B, T, H)), total[1:] if decodes else None
 
 
 def plan_of(x: Operands, spec: CacheSpec) -> PagedPlan:
@@ -119,7 +126,8 @@ def _kernel(
     q, kv, block_tables, table, total, sinks, o, lse, *, plan: PagedPlan,
     q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty,
 ):  # fmt: skip
-    number, count = lax.axis_index("warpgroup"), plan.count(total[0])
+    number, count, has_decodes = lax.axis_index("warpgroup"), plan.count(total[0]), total[1] > 0
+    work_tile_of = lambda n: plan.work_tile(plan.turn(n, count, has_decodes), table)
     D = plan.problem.D
     k_parts = [k_tiles] if D == TILE_COLUMNS else [
         k_tiles.at[:, :, pl.ds(first, TILE_COLUMNS)] for first in range(0, D, TILE_COLUMNS)
@@ -129,17 +137,18 @@ def _kernel(
         q_full, k_full, v_full, q_empty,
     )  # fmt: skip
 
-    tile_of = partial(_tile_of, tiles, (table, sinks), number, plan)
-    store = partial(_store, (o, lse), (table, sinks), number, plan)
+    tile_of = partial(_tile_of, tiles, work_tile_of, sinks, number, plan)
+    store = partial(_store, (o, lse), work_tile_of, sinks, number, plan)
     compute = lambda: consume(tiles, tile_of, store, number, count, plan)
-    produce = lambda: _load(q, kv, block_tables, table, tiles, count, plan)
+    produce = lambda: _load(q, kv, block_tables, work_tile_of, tiles, count, plan)
     pl.when(count > 0)(lambda: lax.cond(number < plan.consumers, compute, produce))
 
 
-def _tile_of(tiles: Shared, arrays: tuple, number: Array, plan: PagedPlan, work_tile: Array) -> ConsumerTile:
+def _tile_of(
+    tiles: Shared, work_tile_of: Callable, sinks: Any, number: Array, plan: PagedPlan, work_tile: Array
+) -> ConsumerTile:
     """The rows that this warpgroup has of the n-th work tile of its thread block."""
-    table, sinks = arrays
-    of, head, split = plan.work_tile(work_tile, table)
+    of, head, split = work_tile_of(work_tile)
     maximum, total = full((ROWS,), -jnp.inf, PER_ROW), full((ROWS, COLUMNS), 0.0, WGMMA)
     if sinks is not None:
         batch, of_row = lax.div(of.sequence, jnp.int32(plan.sequences)), lax.rem(_rows(), jnp.int32(plan.packed_heads))
@@ -162,6 +171,7 @@ def _tile_of(tiles: Shared, arrays: tuple, number: Array, plan: PagedPlan, work_
         start=Statistics(maximum, total),
         units=None,
         zero_hidden=zero_hidden,
+        idle=of.tokens * plan.packed_heads <= number * ROWS if plan.consumers > 1 else None,
     )
 
 
@@ -179,7 +189,8 @@ def _positions(of: WorkTile, split: Array, number: Array, plan: PagedPlan) -> Ar
 
 def _store(
     out: tuple,
-    arrays: tuple,
+    work_tile_of: Callable,
+    sinks: Any,
     number: Array,
     plan: PagedPlan,
     work_tile: Array,
@@ -189,8 +200,7 @@ def _store(
 ) -> None:
     """The epilogue: o = acc / l and lse of the rows of a warpgroup, from its registers to device memory."""
     del tile
-    (o, lse), (table, sinks) = out, arrays
-    of, head, split = plan.work_tile(work_tile, table)
+    (o, lse), (of, head, split) = out, work_tile_of(work_tile)
     first = number * ROWS
     total = last.total.sum(axis=1)
     saw = total > 0
@@ -204,7 +214,7 @@ def _store(
     store_rows(o, rows, token, of.tokens * heads - first, head, lse, of_rows, heads)
 
 
-def _load(q, kv, block_tables, table, tiles: Shared, count: Array, plan: PagedPlan) -> None:
+def _load(q, kv, block_tables, work_tile_of: Callable, tiles: Shared, count: Array, plan: PagedPlan) -> None:
     """The producer warpgroup: q of every work tile, and its blocks of k and v into the stages as they become empty."""
     if plan.consumers > 1:
         plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
@@ -216,7 +226,7 @@ def _load(q, kv, block_tables, table, tiles: Shared, count: Array, plan: PagedPl
             plgpu.copy_gmem_to_smem(kv.at[pl.ds(slot, rows), kv_head], target, full.at[stage])
 
     def one(work_tile, step):
-        of, head, split = plan.work_tile(work_tile, table)
+        of, head, split = work_tile_of(work_tile)
         kv_head, block_range = 2 * lax.div(head, jnp.int32(plan.problem.group)), plan.blocks_of_keys(of, split)
         stage = stage_of(work_tile, plan.q_stages)
         pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))

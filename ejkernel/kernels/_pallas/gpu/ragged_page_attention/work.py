@@ -5,7 +5,8 @@ work tiles, at most T / block_q + N of all. Tokens of no sequence, before the fi
 sequences more whose tokens are placed before every key, and so get o = 0 and lse = −∞: every token is written.
 
 The longest sequences come first, and of each the last tokens, so that thread blocks that take tiles one after the other
-end at about the same time, and those at work together read the keys of the same sequence from the L2 cache.
+end at about the same time, and those at work together read the keys of the same sequence from the L2 cache. Decodes, if
+they have tiles, come after the prefills.
 """
 
 from typing import NamedTuple
@@ -46,21 +47,25 @@ def most_tiles(batches: int, sequences: int, tokens: int, block_q: int) -> int:
 
 def work_tiles(
     context_lens: Array, query_start_loc: Array, num_seqs: Array, tokens: int, block_q: int, least: int,
-    left: int | None, keys: int,
+    left: int | None, keys: int, most_keys: int = 0, least_decodes: int = 0,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The table [most_tiles, 6], and how many of its entries are work tiles, [1]; those behind them hold anything.
+    """The table [most_tiles, 6]; and how many of its entries are work tiles, and up to how many keys decodes have some,
+    [2]. Entries behind the work tiles hold anything.
 
-    Of context_lens [b,n], query_start_loc [b,n + 1] and num_seqs [b,1]. Sequences of less than `least` tokens have no
-    tiles. A token sees `left` keys before its own, and a sequence has `keys` slots.
+    Of context_lens [b,n], query_start_loc [b,n + 1] and num_seqs [b,1]. Sequences of less than `least` tokens, the
+    decodes, have tiles only if `least_decodes` or more have up to `most_keys` keys. A token sees `left` keys before its
+    own, and a sequence has `keys` slots.
     """
     batches, sequences = context_lens.shape
     most, every = most_tiles(batches, sequences, tokens, block_q), batches * (sequences + 2)
     of = jax.ShapeDtypeStruct
     return _launch.launch(
         work_tiles_kernel, context_lens, query_start_loc, num_seqs,
-        out_type=(of((most, len(WorkTile._fields)), jnp.int32), of((1,), jnp.int32)),
+        out_type=(of((most, len(WorkTile._fields)), jnp.int32), of((2,), jnp.int32)),
         grid=every + 1,
         config=KernelConfig(num_warps=4, num_stages=1),
-        schedule=TileSchedule(batches, sequences, tokens, block_q, least, left, keys, most),
+        schedule=TileSchedule(
+            batches, sequences, tokens, block_q, least, left, keys, most, most_keys, least_decodes
+        ),
         SEQUENCES=min(MOST_AT_ONCE, power_of_two(every)), TILES=TILES_AT_ONCE,
     )  # fmt: skip
