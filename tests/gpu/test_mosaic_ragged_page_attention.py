@@ -11,7 +11,7 @@ from kernels.paged import ragged_defined, wide
 import ejkernel
 from ejkernel import lax, modules
 from ejkernel.kernels._pallas.gpu import ragged_page_attention as kernels
-from ejkernel.kernels._pallas.gpu.ragged_page_attention import BLOCKS
+from ejkernel.kernels._pallas.gpu.ragged_page_attention import BLOCKS, MOST_KEYS_OF_TILE, forward
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.kernels._target import gpu_target
 from ejkernel.modules._operation import OPERATIONS
@@ -90,10 +90,12 @@ def check(x, **options):
     return found
 
 
-@pytest.fixture(params=("one launch", "two launches"))
+@pytest.fixture(params=("one launch", "two launches", "decodes beside prefills"))
 def launches(request, monkeypatch):
-    """Whether decodes are computed as prefills, whatever the number of sequences is."""
+    """Whether decodes are computed as prefills, those of few keys or all, whatever the number of sequences is."""
     monkeypatch.setattr(kernels, "is_one_launch", lambda *call: request.param == "one launch")
+    monkeypatch.setattr(forward, "MOST_KEYS_OF_TILE", 100)
+    monkeypatch.setattr(forward, "least_decodes", lambda *call: 1 if "beside" in request.param else None)
 
 
 @pytest.mark.usefixtures("launches")
@@ -168,6 +170,17 @@ def test_many_sequences():
     rng = np.random.default_rng(3)
     lengths = rng.integers(0, 160, 60)
     check(step(16, 4, lengths=lengths, contexts=lengths + rng.integers(-5, 2000, 60).clip(-lengths)))
+
+
+@pytest.mark.parametrize("h, g, d, page", [(32, 8, 128, 16), (16, 16, 64, 64), (16, 2, 256, 64)])
+@pytest.mark.parametrize("window", (None, 300))
+def test_decodes_beside_prefills(h, g, d, page, window):
+    """As many as there are multiprocessors, and three of more keys than one of them is to read."""
+    rng = np.random.default_rng(4)
+    lengths = rng.permutation([130, 64, 17, 0, 300] + [1, 2] * 35)
+    contexts = lengths + rng.integers(0, 1000, len(lengths))
+    contexts[np.flatnonzero(lengths == 1)[:3]] += MOST_KEYS_OF_TILE
+    check(step(h, g, d, page, lengths=lengths, contexts=contexts, window=window), window=window)
 
 
 def test_a_plan_divides_the_decodes():

@@ -144,7 +144,7 @@ def test_tiles_hold_every_token_once(monkeypatch):
     tokens, block_q, least, left = int(starts[-1]) + 9, 128, 17, 100
     steps = [(CONTEXTS, starts, len(LENGTHS) - 1), (CONTEXTS[::-1], np.minimum(starts, 200), len(LENGTHS))]
     arrays = [jnp.asarray(np.stack(a), jnp.int32) for a in zip(*steps, strict=True)]
-    table, total = work_tiles(*arrays[:2], arrays[2][:, None], tokens, block_q, least, left, 512)
+    table, total, _ = work_tiles(*arrays[:2], arrays[2][:, None], tokens, block_q, least, left, 512)
     assert len(table) == most_tiles(2, len(LENGTHS), tokens, block_q)
     found, sizes = {}, []
     for entry in np.asarray(table)[: int(total[0])]:
@@ -203,7 +203,7 @@ def test_blocks_and_pages_are_those_of_a_step(page, window, monkeypatch):
         plan = plan_of(operands, spec)
     (T, H, D), problem = x["q"].shape, plan.problem
     left = None if window is None else window - 1
-    table, total = work_tiles(
+    table, total, _ = work_tiles(
         operands.context_lens, operands.query_start_loc, operands.num_seqs, T, plan.tokens, least, left, problem.K
     )
     kv, block_tables = wide(operands.kv_pages).reshape(-1, 2 * problem.G, D), operands.block_tables[0]
@@ -284,5 +284,8 @@ def test_thread_blocks_share_all_work_tiles(total, monkeypatch):
     for block in range(plan.blocks):
         monkeypatch.setattr(of_plan.lax, "axis_index", lambda name, block=block: jnp.int32(block))
         count = int(plan.count(jnp.int32(total)))
+        for has_decodes in (False, True):
+            turns = [int(plan.turn(jnp.int32(n), count, jnp.bool_(has_decodes))) for n in range(count)]
+            assert turns == list(range(count))[:: -1 if has_decodes and block % 2 else 1]
         found += [int(plan.number(jnp.int32(n))) for n in range(count)]
     assert sorted(found) == list(range(total * plan.problem.H // plan.packed_heads))

@@ -1,12 +1,14 @@
 """The tiles of ragged_page_attention in Mosaic GPU, and in how many launches a step is computed."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton")
 
 from ejkernel import lax
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import SHARED_BYTES
-from ejkernel.kernels._pallas.gpu.ragged_page_attention import BLOCKS, blocks_of
+from ejkernel.kernels._pallas.gpu.ragged_page_attention import BLOCKS, blocks_of, least_decodes
 from ejkernel.kernels._pallas.gpu.ragged_page_attention.forward import plan_of
 from ejkernel.kernels._target import lowering_for
 from ejkernel.primitives._pages import CacheSpec
@@ -29,6 +31,15 @@ def test_tiles_fit(d, tokens):
     with lowering_for(HOPPER):
         plan = plan_of(shapes(tokens, d=d, sequences=8), CacheSpec())
     assert plan.bytes_of_tiles(plan.q_stages) <= SHARED_BYTES and plan.v_empty + plan.stages <= 16
+
+
+@pytest.mark.parametrize("h, g, decodes", [(32, 8, 17), (16, 1, 132), (8, 8, 17)])
+def test_so_many_decodes_that_each_multiprocessor_has_one_have_tiles_beside_prefills(h, g, decodes):
+    """Unless a plan divides them, or bits may not depend on how many there are."""
+    x = shapes(640, h, g, sequences=200)
+    of = lambda x, **options: least_decodes(x, CacheSpec(**options), HOPPER)
+    assert of(x) == decodes and of(x, batch_invariant=True) is None
+    assert of(x._replace(plan=jax.ShapeDtypeStruct((1, 1, 132, 8), jnp.int32))) is None
 
 
 @pytest.mark.parametrize("sequences, columns, launches", [(66, 20, 1), (3, 80, 2)])

@@ -14,6 +14,7 @@ import ejkernel  # noqa: E402
 from ejkernel.kernels._registry import kernel_registry  # noqa: E402
 from ejkernel.kernels._target import lowering_for  # noqa: E402
 from ejkernel.kernels._triton import _launch, _paged  # noqa: E402
+from ejkernel.kernels._triton import ragged_page_attention as attention  # noqa: E402
 from ejkernel.modules._operation import OPERATIONS  # noqa: E402
 from ejkernel.types import Target  # noqa: E402
 
@@ -118,6 +119,27 @@ def check_call(operation, x, plan=None, **options):
 def test_prefills_beside_decodes(options, drafts):
     """Sequences of many tokens, of one, of few, and of none."""
     check_call("ragged_page_attention", ragged((23, 1, 4, 0, 9), (40, 17, 4, 8, 30), drafts=drafts), **options)
+
+
+@pytest.mark.parametrize("num_splits", (1, 3))
+@pytest.mark.parametrize("tiled_keys", (-1, 17, 40))
+def test_decodes_that_a_prefill_has_computed_are_left_alone(num_splits, tiled_keys):
+    """Those of up to so many keys, whether or not their splits are merged by another launch."""
+    lengths, contexts = (9, 1, 4, 1, 0, 1), (30, 17, 40, 18, 8, 3)
+    x, spec = operands_of("ragged_page_attention", ragged(lengths, contexts))
+    config = OPERATIONS["ragged_page_attention"].config_class(keys_per_block=16, num_splits=num_splits)
+    computed_before = dict(o=jnp.full_like(x.q, 7), lse=jnp.full(x.q.shape[:3], 7, jnp.float32))
+    prefill = lambda most: (computed_before, jnp.asarray([tiled_keys], jnp.int32))
+    found = attention.attended(x, spec, config, prefill, 4)
+    kept = np.repeat(
+        [length > 4 or keys <= tiled_keys for length, keys in zip(lengths, contexts, strict=True)], lengths
+    )
+    kept = np.append(kept, [True] * (x.q.shape[1] - len(kept)))
+    for ours, xla in zip(
+        found, kernel_registry.find("ragged_page_attention", "xla").implementation(*x, spec=spec), strict=True
+    ):
+        assert (np.asarray(ours)[0, kept] == 7).all()
+        close(wide(ours)[0, ~kept], wide(xla)[0, ~kept], 2e-6)
 
 
 @pytest.mark.parametrize("most, at_once", ((0, 16), (256, 16), (256, 2)))

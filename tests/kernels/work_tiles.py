@@ -10,8 +10,8 @@ from ejkernel.kernels._visibility import interval
 def work_tiles(
     context_lens: Array, query_start_loc: Array, num_seqs: Array, tokens: int, block_q: int, least: int,
     left: int | None, keys: int, most_keys: int = 0, least_decodes: int = 0,
-) -> tuple[Array, Array]:  # fmt: skip
-    """The table [most_tiles, 6], how many of its entries are work tiles, and the keys of decodes that have some [2]."""
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
+    """The table [most_tiles, 6], how many of its entries are work tiles [1], and the keys of decodes with some."""
     batches, sequences = context_lens.shape
     batch, number = (jnp.arange(n, dtype=jnp.int32) for n in (batches, sequences + 2))
     bounds, count = jnp.clip(query_start_loc, 0, tokens), jnp.clip(num_seqs, 0, sequences)
@@ -53,6 +53,6 @@ def work_tiles(
         tokens=jnp.minimum(found.tokens - offset, block_q),
         position=found.position + offset,
     )
-    return jnp.stack(found, 1), jnp.stack(
-        [jnp.minimum(jnp.sum(tiles), len(place)), jnp.where(has_decodes, most_keys, -(2**31))]
-    ).astype(jnp.int32)
+    total = jnp.minimum(jnp.sum(tiles), len(place)).reshape(1)
+    tiled_keys = jnp.where(has_decodes, most_keys, -(2**31)).astype(jnp.int32).reshape(1) if most_keys else None
+    return jnp.stack(found, 1), total, tiled_keys

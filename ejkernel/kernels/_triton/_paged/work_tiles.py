@@ -44,25 +44,31 @@ class TileSchedule:
 
 @triton.jit
 def work_tiles_kernel(
-    context_lens, starts, num_seqs, table, total, schedule: tl.constexpr, SEQUENCES: tl.constexpr, TILES: tl.constexpr
-):
+    context_lens, starts, num_seqs,
+    table, total, tiled_keys,
+    schedule: tl.constexpr, SEQUENCES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """The program behind those of all sequences has none, and as many tiles before it as there are."""
     index, every = tl.program_id(0), schedule.B * (schedule.N + 2)
-    most_keys = keys_of_decodes(context_lens, starts, num_seqs, schedule, SEQUENCES)
+    most_keys = None
+    if tiled_keys is not None:
+        most_keys = keys_of_decodes(context_lens, starts, num_seqs, schedule, SEQUENCES)
     sequence, start, length, context, is_decode = sequence_of(
         index, context_lens, starts, num_seqs, most_keys, schedule
     )
-    is_behind_prefills = (index == every) | (is_decode > 0)
     before = 0
     for first in tl.range(0, every, SEQUENCES):
         other = first + tl.arange(0, SEQUENCES)
         _, _, of_length, of_context, decodes = sequence_of(other, context_lens, starts, num_seqs, most_keys, schedule)
         earlier = (of_context > context) | ((of_context == context) & (other < index))
-        earlier = tl.where(is_behind_prefills, (decodes == 0) | earlier, (decodes == 0) & earlier)
+        if tiled_keys is not None:
+            is_prefill, behind_prefills = decodes == 0, (index == every) | (is_decode > 0)
+            earlier = tl.where(behind_prefills, is_prefill | earlier, is_prefill & earlier)
         before += tl.sum(tl.where(earlier, tl.cdiv(of_length, schedule.block_q), 0))
     if index == every:
         tl.store(total, tl.minimum(before, schedule.most_tiles))
-        tl.store(total + 1, most_keys)
+        if tiled_keys is not None:
+            tl.store(tiled_keys, most_keys)
     tiles, position = tl.cdiv(length, schedule.block_q), context - length
     first_key, stop = keys_of_sequence(position, context, schedule)
     for first in tl.range(0, tiles, TILES):
@@ -83,11 +89,10 @@ def work_tiles_kernel(
 def keys_of_decodes(context_lens, starts, num_seqs, schedule: tl.constexpr, SEQUENCES: tl.constexpr):
     """Decodes of up to so many keys have tiles; less than there can be if none do."""
     decodes = 0
-    if schedule.most_keys > 0:
-        for first in tl.range(0, schedule.B * (schedule.N + 2), SEQUENCES):
-            index = first + tl.arange(0, SEQUENCES)
-            _, _, _, _, is_decode = sequence_of(index, context_lens, starts, num_seqs, schedule.most_keys, schedule)
-            decodes += tl.sum(is_decode)
+    for first in tl.range(0, schedule.B * (schedule.N + 2), SEQUENCES):
+        index = first + tl.arange(0, SEQUENCES)
+        _, _, _, _, is_decode = sequence_of(index, context_lens, starts, num_seqs, schedule.most_keys, schedule)
+        decodes += tl.sum(is_decode)
     has_tiles = (decodes > 0) & (decodes >= schedule.least_decodes)
     return tl.where(has_tiles, schedule.most_keys, _BEFORE_ALL)
 
@@ -110,12 +115,15 @@ def sequence_of(index, context_lens, starts, num_seqs, most_keys, schedule: tl.c
     end = tl.load(of_batch + tl.where(n == N, 0, n + 1), mask=n <= N, other=T)
     start, end = tl.minimum(tl.maximum(start, 0), T), tl.minimum(tl.maximum(end, 0), T)
     length = end - start
+    has_tiles = ((n < count) & (length >= schedule.least)) | (n == N) | (n == N + 1)
+    tiled = tl.where(has_tiles, length, 0)
     context = tl.load(context_lens + batch * N + n, mask=n < N, other=tl.where(n > N + 1, _BEFORE_ALL, 0))
-    is_decode = (n < count) & (length > 0) & (length < schedule.least) & (context <= most_keys)
-    is_decode &= schedule.most_keys > 0
-    has_tiles = ((n < count) & (length >= schedule.least)) | is_decode | (n == N) | (n == N + 1)
-    length = tl.where(has_tiles, length, 0)
-    return tl.minimum(n, N - 1) + batch * N, start + batch * T, length, context, is_decode.to(tl.int32)
+    is_decode = 0
+    if most_keys is not None:
+        is_decode = (n < count) & (length > 0) & (length < schedule.least) & (context <= most_keys)
+        tiled = tl.where(is_decode, length, tiled)
+        is_decode = is_decode.to(tl.int32)
+    return tl.minimum(n, N - 1) + batch * N, start + batch * T, tiled, context, is_decode
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from .plan import BLOCK_K, K_EMPTY, STAGES, Keys, Plan
 
 def keys_of_step(x: Operands, spec: CacheSpec, plan: Plan) -> Keys:
     """The block tables of all batches, and the work tiles."""
-    tiles = work_tiles(
+    *tiles, _ = work_tiles(
         x.context_lens, x.query_start_loc, x.num_seqs, x.q_latent.shape[1], plan.tokens, 1, spec.left,
         plan.columns * plan.page,
     )  # fmt: skip

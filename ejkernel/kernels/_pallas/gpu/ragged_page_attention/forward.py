@@ -50,7 +50,7 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> tuple[dict[str, Array], 
     """
     plan, decodes = plan_of(x, spec), least_decodes(x, spec, gpu_target()) if most else None
     problem, (B, T, H, D) = plan.problem, x.q.shape
-    table, total = work_tiles(
+    table, total, tiled_keys = work_tiles(
         x.context_lens, x.query_start_loc, x.num_seqs, T, plan.tokens, most + 1,
         None if problem.low is None else -problem.low, problem.K,
         *((MOST_KEYS_OF_TILE, decodes) if decodes else ()),
@@ -71,6 +71,7 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> tuple[dict[str, Array], 
             x.block_tables.reshape(B * plan.sequences, plan.columns),
             table,
             total,
+            tiled_keys,
             sinks,
         ),
         out_type=(
@@ -94,7 +95,7 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> tuple[dict[str, Array], 
     )
     if plan.splits > 1:
         o, lse = merge_parts(o.reshape(-1, D), lse.reshape(-1, 1), None, plan.splits, B * T * H, problem.dtype)
-    return dict(o=o.reshape(x.q.shape), lse=lse.reshape(B, T, H)), total[1:] if decodes else None
+    return dict(o=o.reshape(x.q.shape), lse=lse.reshape(B, T, H)), tiled_keys
 
 
 def plan_of(x: Operands, spec: CacheSpec) -> PagedPlan:
@@ -123,11 +124,12 @@ def _splits(plan: PagedPlan, batches: int, tokens: int) -> int:
 
 
 def _kernel(
-    q, kv, block_tables, table, total, sinks, o, lse, *, plan: PagedPlan,
+    q, kv, block_tables, table, total, tiled_keys, sinks, o, lse, *, plan: PagedPlan,
     q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty,
 ):  # fmt: skip
-    number, count, has_decodes = lax.axis_index("warpgroup"), plan.count(total[0]), total[1] > 0
-    work_tile_of = lambda n: plan.work_tile(plan.turn(n, count, has_decodes), table)
+    number, count = lax.axis_index("warpgroup"), plan.count(total[0])
+    turn = lambda n: n if tiled_keys is None else plan.turn(n, count, tiled_keys[0] > 0)
+    work_tile_of = lambda n: plan.work_tile(turn(n), table)
     D = plan.problem.D
     k_parts = [k_tiles] if D == TILE_COLUMNS else [
         k_tiles.at[:, :, pl.ds(first, TILE_COLUMNS)] for first in range(0, D, TILE_COLUMNS)
