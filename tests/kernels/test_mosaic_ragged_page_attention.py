@@ -285,7 +285,7 @@ def test_thread_blocks_share_all_work_tiles(total, monkeypatch):
         monkeypatch.setattr(of_plan.lax, "axis_index", lambda name, block=block: jnp.int32(block))
         count = int(plan.count(jnp.int32(total)))
         for has_decodes in (False, True):
-            turns = [int(plan.turn(jnp.int32(n), count, jnp.bool_(has_decodes))) for n in range(count)]
-            assert turns == list(range(count))[:: -1 if has_decodes and block % 2 else 1]
+            order = [int(plan.nth(jnp.int32(n), count, jnp.bool_(has_decodes))) for n in range(count)]
+            assert order == list(range(count))[:: -1 if has_decodes and block % 2 else 1]
         found += [int(plan.number(jnp.int32(n))) for n in range(count)]
     assert sorted(found) == list(range(total * plan.problem.H // plan.packed_heads))

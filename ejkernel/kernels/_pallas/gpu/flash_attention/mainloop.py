@@ -41,9 +41,9 @@ class ConsumerTile(NamedTuple):
     """The 64 rows of a work tile that one consumer warpgroup computes.
 
     number: of the warpgroup. q: the parts of its queries in shared memory. view: where these stand, and what masks
-    them. head: of the queries. block_range: the blocks of keys that they see, of which the n-th is block(n). start: the
-    row maxima and sums of the sinks. units: the scales in e4m3. pairs: bias and mask. softmax_scale: if an operand.
-    idle: whether no row is stored, so that blocks after the first are passed over.
+    them. head: of the queries. block_range: the blocks of keys that they see, of which the n-th is block(n); `computed`
+    of them from a step on, if not all. start: the row maxima and sums of the sinks. units: the scales in e4m3. pairs:
+    bias and mask. softmax_scale: if an operand.
     """
 
     number: Array
@@ -57,7 +57,7 @@ class ConsumerTile(NamedTuple):
     zero_hidden: Callable[[Array, Array], None] | None = None
     pairs: Pairs | None = None
     softmax_scale: Array | None = None
-    idle: Array | None = None
+    computed: Callable[[Array], BlockRanges] | None = None
 
 
 class BlockInputs(NamedTuple):
@@ -159,11 +159,10 @@ def mainloop(
             s = where_bits(inputs.bits, s)
         return updated(acc, s, previous, exponent, p_scale_log2, plan.limits, plan.operand, has_mask)
 
-    block_range = _pass_over(shared, tile, step, plan) if tile.idle is not None else tile.block_range
+    block_range = tile.block_range if tile.computed is None else tile.computed(step)
     acc = full((ROWS, plan.problem.V_tile), 0.0, WGMMA)
     acc, p, statistics = after_first(block_range, compute, (acc, p, previous), plan.problem)
     step += tile.block_range.end - tile.block_range.begin - 1
-
     values_of_last = partial(_await_values, shared, tile, lambda: tile.block(tile.block_range.begin))
 
     def start_next_tile(acc, p, _):
@@ -190,26 +189,6 @@ def mainloop(
     else:
         acc, p, after, q = finish_tile(acc, p, statistics)
     return acc, statistics, Carry(step + 1, p, after, q)
-
-
-def _pass_over(shared: Shared, tile: ConsumerTile, step: Array, plan: Plan) -> BlockRanges:
-    """The blocks that are left to compute: of an idle warpgroup only the first, as its rows are rows of no token.
-
-    In the steps of the others it takes its turns, and says that their stages are empty.
-    """
-
-    def pass_over(i, _):
-        stage, previous = stage_of(step + i - 1, plan.stages), stage_of(step + i - 2, plan.stages)
-        plgpu.barrier_wait(shared.k_full.at[stage])
-        plan.ping_pong(tile.number, lambda: None)
-        arrive(plan.k_empty + stage, plan.warpgroups)
-        plgpu.barrier_wait(shared.v_full.at[previous])
-        arrive(plan.v_empty + previous, plan.warpgroups)
-
-    begin, end = tile.block_range.begin, tile.block_range.end
-    lax.fori_loop(1, jnp.where(tile.idle, end - begin, 1), pass_over, None)
-    first = BlockRanges(end - 1, end, end - 1, end - 1)
-    return BlockRanges(*(jnp.where(tile.idle, a, b) for a, b in zip(first, tile.block_range, strict=True)))
 
 
 def _in_registers(tile: ConsumerTile, plan: Plan) -> Array | None:

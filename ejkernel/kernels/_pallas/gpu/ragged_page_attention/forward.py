@@ -35,6 +35,7 @@ from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E, Problem
 from ..flash_attention.tiles import COLUMNS, Statistics, View
 from . import MOST_KEYS_OF_TILE, blocks_of, least_decodes, packed_heads
+from .idle import pass_over
 from .plan import PagedPlan
 from .work import WorkTile, most_tiles, work_tiles
 
@@ -128,8 +129,8 @@ def _kernel(
     q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty,
 ):  # fmt: skip
     number, count = lax.axis_index("warpgroup"), plan.count(total[0])
-    turn = lambda n: n if tiled_keys is None else plan.turn(n, count, tiled_keys[0] > 0)
-    work_tile_of = lambda n: plan.work_tile(turn(n), table)
+    nth = lambda n: n if tiled_keys is None else plan.nth(n, count, tiled_keys[0] > 0)
+    work_tile_of = lambda n: plan.work_tile(nth(n), table)
     D = plan.problem.D
     k_parts = [k_tiles] if D == TILE_COLUMNS else [
         k_tiles.at[:, :, pl.ds(first, TILE_COLUMNS)] for first in range(0, D, TILE_COLUMNS)
@@ -164,7 +165,7 @@ def _tile_of(
         hides, begin, end = plan.hides(of, block)
         pl.when(hides)(lambda: zero_rows(tiles.v.copies[0].at[stage], begin, end))
 
-    return ConsumerTile(
+    tile = ConsumerTile(
         number=number,
         q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in tiles.q.parts],
         view=View(jnp.int32(0), _positions(of, split, number, plan) - _rows(), None),
@@ -173,8 +174,10 @@ def _tile_of(
         start=Statistics(maximum, total),
         units=None,
         zero_hidden=zero_hidden,
-        idle=of.tokens * plan.packed_heads <= number * ROWS if plan.consumers > 1 else None,
     )
+    if plan.consumers == 1:
+        return tile
+    return tile._replace(computed=partial(pass_over, tiles, tile, of.tokens * plan.packed_heads <= number * ROWS, plan))
 
 
 def _rows() -> Array:

@@ -87,14 +87,14 @@ class PagedPlan(Plan):
         whole = lax.div(total, jnp.int32(self.blocks))
         return whole + (self.number(whole) < total).astype(jnp.int32)
 
-    def turn(self, work_tile: Array, count: Array, has_decodes: Array) -> Array:
+    def nth(self, n: Array, count: Array, has_decodes: Array) -> Array:
         """Which of its `count` work tiles a thread block computes n-th.
 
         Where decodes come after prefills every other thread block begins with the last, so that memory, which bounds
         decodes, and tensor cores, which bound prefills, are both at work all the time.
         """
         is_reversed = has_decodes & (lax.rem(lax.axis_index("block"), jnp.int32(2)) == 1)
-        return jnp.where(is_reversed, count - 1 - work_tile, work_tile)
+        return jnp.where(is_reversed, count - 1 - n, n)
 
     def work_tile(self, work_tile: Array, table: Any) -> tuple[WorkTile, Array, Array]:
         """This thread block's n-th work tile, its first head, and which split of its keys it has."""
