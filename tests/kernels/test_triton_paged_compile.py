@@ -115,7 +115,7 @@ def test_compiles(operation, name, monkeypatch):
 )
 def test_decodes_fit_shared_memory(d, page, pool, beside, monkeypatch):
     """With a pool of one page no launch waits for page numbers, and more stages hold keys."""
-    given = lambda x: dict(o=jnp.zeros(x.q.shape, x.q.dtype), lse=jnp.zeros(x.q.shape[:3]))
+    given = lambda x: (dict(o=jnp.zeros(x.q.shape, x.q.dtype), lse=jnp.zeros(x.q.shape[:3])), jnp.zeros(1, jnp.int32))
     tokens = N if beside == "decodes alone" else 512
     sizes = STEP | dict(q=(1, tokens, 8, d), kv_pages=(1, pool, page, 2, 2, d))
     x = over_pages.Operands(**{n: jnp.zeros(shape, DTYPES.get(n, "int32")) for n, shape in sizes.items()})

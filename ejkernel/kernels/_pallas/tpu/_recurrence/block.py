@@ -5,6 +5,12 @@ With i, j = 1 … c in a block with the initial state h, and one log decay g, of
     o_i = q_iᵀ (exp(P_i) h + Σ_{j≤i} exp(D_ij) k_j v_jᵀ),    h' = exp(P_c) h + Σ_j exp(D_cj) k_j v_jᵀ
     D_ij = Σ_{j<l≤i} g_l,    P_i = Σ_{l≤i} g_l
 
+In the gated delta rule a token replaces the value of its key: in the place of v_j are β_j δ_j, where
+
+    δ_i = v_i − exp(P_i) hᵀk_i − Σ_{j<i} exp(D_ij) (k_i·k_j) β_j δ_j
+
+is a triangular system.
+
 Arrays have two dimensions, which Mosaic handles best. Sums over tokens are products with matrices of 0 and 1, so that
 each D_ij is summed separately, and is not positive if no g is. The state is [e, d], so that decays of key features are
 a row, and those of value features a column. The code has no slices, as Mosaic cannot lower their transposes: kernels
@@ -22,10 +28,14 @@ from jax import Array, lax
 
 # The lower limit of gates: the decay is already 0 in float32 there, and sums of gates stay finite.
 LEAST_GATE = -1e4
+# Of keys and queries that are divided by √(Σ x² + ε).
+NORM_EPSILON = 1e-6
 
 
 class Tokens(NamedTuple):
-    """q, k [c,d] and v [c,e] of a block, and its gates or None: g [c,1] of heads, gk [c,d] and gv [c,e] of features."""
+    """q, k [c,d] and v [c,e] of a block, and its gates or None: g [c,1] of heads, gk [c,d] and gv [c,e] of features;
+    beta [c,1] of the delta rule, with which there are no gates of features.
+    """
 
     q: Array
     k: Array
@@ -33,11 +43,14 @@ class Tokens(NamedTuple):
     g: Array | None = None
     gk: Array | None = None
     gv: Array | None = None
+    beta: Array | None = None
 
 
-def block(scale: float, state: Array, tokens: Tokens) -> tuple[Array, Array]:
-    """The state [e,d] after the block, and o [c,e]; all in float32."""
-    q, k, v, g, gk, gv = tokens
+def block(scale: float, normalises: bool, state: Array, tokens: Tokens) -> tuple[Array, Array]:
+    """The state [e,d] after the block, and o [c,e]; all in float32. It may normalise q and k."""
+    q, k, v, g, gk, gv, beta = tokens
+    if normalises:
+        q, k = (a * lax.rsqrt(jnp.sum(a * a, axis=1, keepdims=True) + NORM_EPSILON) for a in (q, k))
     c, q = q.shape[0], q * scale
     row, column = (lax.broadcasted_iota(jnp.int32, (c, c), axis) for axis in (0, 1))
     ones = lambda where: where.astype(jnp.float32)
@@ -46,13 +59,18 @@ def block(scale: float, state: Array, tokens: Tokens) -> tuple[Array, Array]:
     # weights[j, i]
     weights = _product(k, q, (1, 1)) if gk is None else _weights_by_feature(q, k, gk)
     from_start, to_end = jnp.ones_like(q), jnp.ones_like(k)
-    if g is not None:
-        weights = weights * _decay(until, ones(row <= column) * g)
+    between = None if g is None else _decay(until, ones(row <= column) * g)
+    weights = weights if between is None else weights * between
     gates = [gate for gate in (gk, None if g is None else jnp.broadcast_to(g, q.shape)) if gate is not None]
     for gate in gates:
         from_start = from_start * _decay(since, gate)
         to_end = to_end * _decay(until, gate)
     weights = jnp.where(row <= column, weights, 0.0)
+    if beta is not None:
+        among_keys = _product(k, k, (1, 1)) * beta
+        among_keys = jnp.where(row < column, among_keys if between is None else among_keys * between, 0.0)
+        missing = v - _product(k * from_start, state, (1, 1))
+        v = beta * _product(_unit_inverse(among_keys), missing, (0, 0))
     inter_chunk = _product(q * from_start, state, (1, 1))
     state = state * jnp.sum(last * from_start, axis=0, keepdims=True) if gates else state
     if gv is None:
@@ -89,6 +107,31 @@ def _values_by_feature(weights: Array, v: Array, gv: Array) -> Array:
         o_i = jnp.sum(jnp.where(token <= i, of_token * v * jnp.exp(between), 0.0), axis=0, keepdims=True)
         o = o + jnp.where(token == i, o_i, 0.0)
     return o
+
+
+@jax.custom_jvp
+def _unit_inverse(upper: Array) -> Array:
+    """(I + N)⁻¹ of a strictly upper triangular N [c,c], by the inverses X of its diagonal blocks, from size 1 on:
+
+        [A B; 0 C]⁻¹ = [A⁻¹ −A⁻¹ B C⁻¹; 0 C⁻¹] = X − X [0 B; 0 0] X
+
+    Every factor is the inverse of a part of the matrix, so that nothing grows larger than the result, as powers of N
+    would if keys are similar.
+    """
+    row, column = (lax.broadcasted_iota(jnp.int32, upper.shape, axis) for axis in (0, 1))
+    inverse, size = (row == column).astype(jnp.float32) - jnp.where(row >> 1 == column >> 1, upper, 0.0), 1
+    while 1 << size < upper.shape[0]:
+        joins = (row >> size + 1 == column >> size + 1) & (row >> size != column >> size)
+        above = _product(inverse, jnp.where(joins, upper, 0.0), (1, 0))
+        inverse, size = inverse - _product(above, inverse, (1, 0)), size + 1
+    return inverse
+
+
+@_unit_inverse.defjvp
+def _unit_inverse_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """The tangent of X = (I + N)⁻¹: X (I + N) = I gives dX = −X dN X."""
+    inverse = _unit_inverse(*primals)
+    return inverse, -_product(_product(inverse, *tangents, (1, 0)), inverse, (1, 0))
 
 
 @jax.custom_jvp

@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
     b, h, s: batch, heads of the state, tokens. d, e, part: features of keys, of values, and of a part of the values.
     n, packed: sequences, and the batch elements for which these are given (0 without sequences).
-    chunk, block: tokens of a chunk and of a block.
+    chunk, block: tokens of a chunk and of a block. normalises: whether q and k are divided by their norms.
     """
 
     b: int
@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     block: int
     scale: float
     reverse: bool
+    normalises: bool
 
     @property
     def count(self) -> int:
@@ -102,14 +103,14 @@ class Plan(NamedTuple):
         return jax.ShapeDtypeStruct((self.b, self.h, self.count, self.e, self.d), jnp.float32)
 
 
-def plan(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig) -> Plan:
+def plan(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig, normalises: bool = False) -> Plan:
     """The `Plan` of a call; the heads of the state may share keys, and queries or values."""
     (b, s, _, d), e, h = x.q.shape, x.v.shape[3], max(x.q.shape[2], x.v.shape[2])
     packed, n = (0, 1) if x.spans is None else x.spans.shape[:2]
     part = e if e <= MOST_FEATURES else largest_block(e, MOST_FEATURES)
     size = min(config.subchunk_size, config.chunk_size)
     chunk = config.chunk_size // size * size
-    return Plan(b, h, s, d, e, part, n, packed, chunk, size, spec.softmax_scale, spec.reverse)
+    return Plan(b, h, s, d, e, part, n, packed, chunk, size, spec.softmax_scale, spec.reverse, normalises)
 
 
 class Order(NamedTuple):
