@@ -3,7 +3,8 @@
 A call is the gradient of flash_attention in bfloat16. Three processes make it, one after the other: "cold" has empty
 caches and does not tune, "tuned" has empty caches and the defaults, which tune the forward and the backward at their
 first call, and "warm" is the next process with the caches of "tuned", this library's and JAX's compilation cache.
-`added` is the total time that tuning adds to a first call.
+`added` is the total time that tuning adds to a first call. One more "cold" before them does not count, and leaves the
+bytecode of modules, as pip does where it installs them.
 
 Prints the seconds of each part and writes a record. Exits with 1 if a bar is not met or a case is missing.
 """
@@ -38,8 +39,9 @@ LINE = (
 )
 CONVENTION = (
     "Seconds. cold: empty caches, EJKERNEL_AUTOTUNE_POLICY=heuristics; tuned: empty caches, the defaults; warm: the "
-    "next process, with this library's and JAX's compilation cache. start: until JAX has its devices; tuning: within "
-    "trace, which does not count it, in that many searches; added: by which tuned is longer than cold, without start. "
+    "next process, with this library's and JAX's compilation cache. Modules have bytecode. start: until JAX has its "
+    "devices; tuning: within trace, which does not count it, in that many searches; added: by which tuned is longer "
+    "than cold, without start. "
     f"Bars: added {MOST_ADDED:g} for each search, trace and lower {MOST_LOWERED:g}, compile {MOST_COMPILED:g}, and all "
     f"of it when warm {MOST_WARM:g}"
 )
@@ -80,10 +82,11 @@ def main() -> int:
 
 def measured(name: str, case: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each process of a case."""
-    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as kept:
-        cold = process(case, empty, EJKERNEL_AUTOTUNE_POLICY="heuristics")
-        tuned = process(case, kept)
-        warm = process(case, kept)
+    with tempfile.TemporaryDirectory() as folder:
+        bytecode = dict(PYTHONPYCACHEPREFIX=f"{folder}/bytecode", PYTHONDONTWRITEBYTECODE="")
+        for caches in ("first", "empty"):
+            cold = process(case, f"{folder}/{caches}", EJKERNEL_AUTOTUNE_POLICY="heuristics", **bytecode)
+        tuned, warm = (process(case, f"{folder}/kept", **bytecode) for _ in range(2))
     tuned["added"] = sum(tuned[part] - cold[part] for part in ("tuning", *PARTS))
     rows = dict(cold=cold, tuned=tuned, warm=warm)
     return [dict(what=f"{kind}, {name}", shape=name) | row | dict(over=over(kind, row)) for kind, row in rows.items()]
