@@ -181,6 +181,17 @@ def test_pairs_of_eight_bits(pages, dtype, scale):
     close(found[1][0], wanted[1], 1e-5)
 
 
+@pytest.mark.parametrize("values, factor", [(1e4, 1e-7), (1e-4, 1e5)], ids=("small", "large"))
+def test_factors_of_values_that_float16_does_not_hold(values, factor):
+    """A weight times the factor is less than the smallest number of float16, or more than the largest."""
+    x, rng = decode_step(h=4, d=32, e=64, dtype="float16", pages="float16"), np.random.default_rng(1)
+    x["v_pages"] = (x["v_pages"] * values).astype(jnp.float16)
+    x["v_scale"] = jnp.asarray(factor * rng.uniform(1, 2, (20, 8, 2)), jnp.float32)
+    found, _ = computed("page_attention", *operands_of("page_attention", x))
+    wanted = decode_defined(x)[0]
+    assert np.abs(wide(found[0][0]) - wanted).max() <= 2e-3 * np.abs(wanted).max()
+
+
 @pytest.mark.slow
 def test_many_heads_share_a_key():
     check_call("ragged_page_attention", ragged((9, 2), (20, 30), h=6, g=2))

@@ -76,7 +76,12 @@ def attend_tile(
             acc = even, acc[1] * alpha[:, None] + tl.dot(p, second) * unit[:, None]
     else:
         values = in_dtype(load_rows(v, row_of_v, problem.v_offset, problem.V, V_WIDTH, is_visible), queries)
-        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
+        if factor is None or values.dtype != tl.float16:
+            acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
+        else:  # out of whose range a factor may take p
+            unit, per_unit = power_of_two(tl.max(tl.abs(p), 1))
+            p = (p * per_unit[:, None]).to(tl.float16)
+            acc = acc * alpha[:, None] + tl.dot(p, values) * unit[:, None]
     return highest, total, acc
 
 
