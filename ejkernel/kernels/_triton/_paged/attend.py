@@ -80,8 +80,7 @@ def attend_tile(
             acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
         else:  # out of whose range a factor may take p
             unit, per_unit = power_of_two(tl.max(tl.abs(p), 1))
-            p = (p * per_unit[:, None]).to(tl.float16)
-            acc = acc * alpha[:, None] + tl.dot(p, values) * unit[:, None]
+            acc = acc * alpha[:, None] + tl.dot((p * per_unit[:, None]).to(tl.float16), values) * unit[:, None]
     return highest, total, acc
 
 
