@@ -100,9 +100,8 @@ def is_one_launch(operands: Operands, spec: CacheSpec, target: Target) -> bool:
 
 
 def least_decodes(operands: Operands, spec: CacheSpec, target: Target) -> int | None:
-    """So many decodes have tiles beside prefills: where they are one for each multiprocessor or more. None never have.
-
-    Neither where a plan divides them, nor where bits may not depend on how many there are.
+    """The fewest decodes that have tiles beside prefills, so many that each multiprocessor has one; None if they never
+    have: where a plan divides them, and where bits may not depend on how many there are.
     """
     if operands.plan is not None or spec.batch_invariant:
         return None

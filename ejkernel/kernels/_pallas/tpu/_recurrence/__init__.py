@@ -11,8 +11,6 @@ from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.recurrence import RecurrenceConfig
 
-REFUSES = partial(refuses, blocks=("chunk_size", "subchunk_size"))
-
 
 def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | None:
     """Why no kernel can run on these operands (arrays or shapes), or None."""
@@ -36,18 +34,23 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
     return None
 
 
-_kernels = KernelTrio(
-    __name__,
-    "recurrence",
-    RecurrenceSpec,
-    Operands,
-    Outputs,
-    Platform.PALLAS,
-    Backend.TPU,
-    priority=100,
-    config=RecurrenceConfig,
-    refuses=REFUSES,
-)
+def trio(package: str, algorithm: str, spec: type, operands: type, outputs: type) -> KernelTrio:
+    """The kernels on TPU of an algorithm whose chunks are computed as those of the linear recurrence are."""
+    return KernelTrio(
+        package,
+        algorithm,
+        spec,
+        operands,
+        outputs,
+        Platform.PALLAS,
+        Backend.TPU,
+        priority=100,
+        config=RecurrenceConfig,
+        refuses=partial(refuses, blocks=("chunk_size", "subchunk_size")),
+    )
+
+
+_kernels = trio(__name__, "recurrence", RecurrenceSpec, Operands, Outputs)
 
 recurrence = _kernels.forward("kernels", supports)
 recurrence_jvp = _kernels.tangent("kernels", supports)

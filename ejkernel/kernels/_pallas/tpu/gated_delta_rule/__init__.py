@@ -3,12 +3,10 @@
 Pallas is imported only when a kernel is first needed.
 """
 
-from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._pallas.tpu import _recurrence
 from ejkernel.primitives._recurrence import RecurrenceSpec
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands, Outputs
-from ejkernel.types import Backend, Platform, Target
-from ejkernel.types.recurrence import RecurrenceConfig
+from ejkernel.types import Target
 
 
 def supports(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> str | None:
@@ -16,18 +14,7 @@ def supports(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> st
     return _recurrence.supports(RecurrenceSpec(), operands, target)
 
 
-_kernels = KernelTrio(
-    __name__,
-    "gated_delta_rule",
-    GatedDeltaRuleSpec,
-    Operands,
-    Outputs,
-    Platform.PALLAS,
-    Backend.TPU,
-    priority=100,
-    config=RecurrenceConfig,
-    refuses=_recurrence.REFUSES,
-)
+_kernels = _recurrence.trio(__name__, "gated_delta_rule", GatedDeltaRuleSpec, Operands, Outputs)
 
 gated_delta_rule = _kernels.forward("kernels", supports)
 gated_delta_rule_jvp = _kernels.tangent("kernels", supports)

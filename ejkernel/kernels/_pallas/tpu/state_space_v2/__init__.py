@@ -3,12 +3,10 @@
 Pallas is imported only when a kernel is first needed.
 """
 
-from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._pallas.tpu import _recurrence
 from ejkernel.kernels._state_space_v2 import refusal
 from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
-from ejkernel.types import Backend, Platform, Target
-from ejkernel.types.recurrence import RecurrenceConfig
+from ejkernel.types import Target
 
 
 def supports(spec: StateSpaceSpec, operands: Operands, target: Target) -> str | None:
@@ -16,18 +14,7 @@ def supports(spec: StateSpaceSpec, operands: Operands, target: Target) -> str | 
     return refusal(_recurrence.supports, operands, target)
 
 
-_kernels = KernelTrio(
-    __name__,
-    "state_space_v2",
-    StateSpaceSpec,
-    Operands,
-    Outputs,
-    Platform.PALLAS,
-    Backend.TPU,
-    priority=100,
-    config=RecurrenceConfig,
-    refuses=_recurrence.REFUSES,
-)
+_kernels = _recurrence.trio(__name__, "state_space_v2", StateSpaceSpec, Operands, Outputs)
 
 state_space_v2 = _kernels.forward("kernels", supports)
 state_space_v2_jvp = _kernels.tangent("kernels", supports)
