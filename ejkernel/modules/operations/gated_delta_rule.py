@@ -135,7 +135,6 @@ class GatedDeltaRule(Recurrence, Operation):
     """The gated delta rule: `ejkernel.lax.gated_delta_rule` as a kernel object."""
 
     algorithm = algorithm
-    outlook = "a kernel for TPUs comes later"
     prepare_arguments = staticmethod(gated_delta_rule_arguments)
 
     @classmethod
