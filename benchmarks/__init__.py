@@ -6,9 +6,9 @@ checks the results of each contender, then times them, interleaved in one proces
 Other programs: `tuning` times every config of a kernel, `tpu_compile` and `tpu_estimates` read the programs that the
 TPU compiler makes, `host_cost`, `xla_cpu`, `release_cpu`, `training` and `first_call` have bars to meet,
 `profile_labels` and `profile_overlap` read a profile, `sequence_shards` compares several devices with one,
-`attention_bias` compares bias and mask with cuDNN, `differential_attention` is compared with two calls of
-flash_attention, and `fused_norm` compares a layer with the same layer without norms. `report` writes the tables of the
-documents from `results/`.
+`attention_bias` compares bias and mask with cuDNN, `packed_attention` packed sequences with FlashAttention-3,
+`differential_attention` is compared with two calls of flash_attention, and `fused_norm` compares a layer with the same
+layer without norms. `report` writes the tables of the documents from `results/`.
 """
 
 import os

@@ -20,7 +20,7 @@ def inputs(shape: Shape, dtype: Any) -> Inputs:
     tangents = ()
     if "jvp" in shape.modes:
         tangents = tuple(normal(key, x.shape, dtype) for key, x in zip(keys[1:], operands, strict=True))
-    result = (*operands[0].shape[:3], operands[2].shape[-1])
+    result = (*operands[0].shape[:-1], operands[2].shape[-1])
     return Inputs(operands, normal(keys[0], result, dtype), tangents, arrays)
 
 

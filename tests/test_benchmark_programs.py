@@ -1,13 +1,22 @@
 """The small programs of benchmarks run, keep records that become tables, and check numbers before timing."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import _program, _records, _results_tables, attention_bias, differential_attention, fused_norm
+from benchmarks import (
+    _program,
+    _records,
+    _results_tables,
+    attention_bias,
+    differential_attention,
+    fused_norm,
+    packed_attention,
+)
 from ejkernel import callib
 
 LAYER = fused_norm.Sizes(hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8)
@@ -138,3 +147,41 @@ def test_the_ratio_to_cudnn_is_that_of_the_best():
     row = lambda name, time: attention_bias.Row("t5", "fwd", name, name.startswith("ejkernel"), milliseconds=time)
     rows = [row("ejkernel auto", 2.0), row("jax.nn cudnn", 4.0), row("torch cudnn", 3.0), row("torch efficient", 1.0)]
     assert list(attention_bias.beside_cudnn(rows)) == ["t5, fwd: 1.500 × cuDNN"]
+
+
+# --- Packed sequences
+
+PACKED = {
+    "causal": packed_attention.Packed("causal", 4, 2, 16, (5, 1, 26)),
+    "full": packed_attention.Packed("full", 2, 2, 16, packed_attention.drawn(4, 32), causal=False),
+}
+
+
+def test_packed_sequences_beside_their_rivals(kept, monkeypatch):
+    monkeypatch.setitem(callib.ceilings._SIZES, "cpu", (2**16, 64))
+    monkeypatch.setattr(packed_attention, "CASES", PACKED)
+    rows, _ = kept(packed_attention.main, "--cases causal full")
+    status = {(r["case"].split(":")[0], r["mode"], r["contender"]): r["status"] for r in rows}
+    assert len(rows) == len(status) == 2 * 2 * 4
+    for name in PACKED:
+        for mode in ("fwd", "fwd_bwd"):
+            assert status[name, mode, "ejkernel auto"] == status[name, mode, "ejkernel segment ids"] == "timed"
+            assert status[name, mode, "FlashAttention-3"] == status[name, mode, "torch varlen"] == "unavailable"
+
+
+@pytest.mark.parametrize("mode", ["fwd", "fwd_bwd"])
+@pytest.mark.parametrize("name", PACKED)
+def test_the_check_of_packed_sequences_rejects_wrong_results(name, mode):
+    shape = PACKED[name]
+    case = packed_attention.case(shape, mode)
+    (results, by_ids), judge = (c.prepare().results for c in case.contenders[:2]), case.judge()
+    assert judge(results) <= 3 and judge(by_ids) <= 3
+    one = replace(shape, lengths=(sum(shape.lengths),))
+    assert judge(packed_attention.case(one, mode).contenders[0].prepare().results) > 10
+    for n, x in enumerate(results):
+        assert judge([*results[:n], x * 1.1, *results[n + 1 :]]) > 10
+
+
+def test_lengths_are_drawn_to_a_sum():
+    assert sum(packed_attention.drawn(16, 16384)) == 16384 and min(packed_attention.drawn(128, 200)) >= 1
+    assert packed_attention.CASES["llama3-8b-8x2048"].work("fwd") == 4 * 32 * 128 * 8 * 2048 * 2049 // 2

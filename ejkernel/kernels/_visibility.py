@@ -237,10 +237,13 @@ def visibility_of(operands: Operands, spec: FlashAttentionSpec) -> Visibility:
 def zero_fully_masked(visibility: Visibility, *arrays: Array | None) -> tuple[Array | None, ...]:
     """Arrays [b, q_len, heads, …] of zeros where a query sees no key; transposed, where no query sees a key.
 
-    These entries may be padding with NaN, which a weight of 0 does not exclude from a product: 0·NaN = NaN. If several
-    heads share a head of an array, it is zeroed only where all of them are masked.
+    These entries may be padding with NaN, which a weight of 0 does not exclude from a product: 0·NaN = NaN.
     """
-    masked = visibility.fully_masked()
+    return zero_where(visibility.fully_masked(), *arrays)
+
+
+def zero_where(masked: Array, *arrays: Array | None) -> tuple[Array | None, ...]:
+    """The same, of queries that are known: bool [b?, h?, q_len]. A shared head is zeroed where all its heads are."""
 
     def zeroed(x):
         b, heads, tokens = masked.shape

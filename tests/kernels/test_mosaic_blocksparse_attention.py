@@ -14,7 +14,6 @@ from ejkernel.kernels._pallas.gpu.blocksparse_attention import (
     supports,
     supports_bwd,
 )
-from ejkernel.kernels._pallas.gpu.flash_attention.tile_scheduler import ListedTileScheduler
 from ejkernel.kernels._target import lowering_for
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 from ejkernel.primitives.flash_attention import Outputs
@@ -94,25 +93,3 @@ def test_lists(n):
         assert (length[i], of_full[i]) == (kept[i].sum(), (kept & full)[i].sum())
     for i in range(2):
         assert order[i].tolist() == np.lexsort((np.arange(3), -kept[i].sum(-1))).tolist()
-
-
-@pytest.mark.parametrize("tiles, heads", [(128, 16), (1024, 3), (7, 5), (33, 64)])
-@pytest.mark.parametrize("persistent", (True, False))
-def test_an_order_has_every_tile_once(tiles, heads, persistent):
-    scheduler = ListedTileScheduler(tiles, heads, persistent, processors=132)
-    costs = np.random.default_rng(0).integers(1, 100, (heads, tiles)).astype(np.int32)
-    order = np.asarray(scheduler.order(jnp.asarray(costs)))
-    assert sorted(order.tolist()) == list(range(tiles * heads))
-    block, last = jnp.int32(scheduler.blocks - 1), scheduler.work_tiles(jnp.int32(scheduler.blocks - 1), None) - 1
-    place, head = scheduler.tile(block, last, jnp.asarray(order))
-    assert head * tiles + place == order[last * scheduler.blocks + block]
-
-
-def test_thread_blocks_have_nearly_the_same_work():
-    """A causal layer of 16 heads with a quarter of the blocks kept: at most 8 % more than the mean."""
-    rng = np.random.default_rng(0)
-    kept = np.tril(rng.random((16, 128, 128)) < 0.25, -1) | np.eye(128, dtype=bool)
-    costs, scheduler = kept.sum(-1).astype(np.int32), ListedTileScheduler(128, 16, True, processors=132)
-    order = np.asarray(scheduler.order(jnp.asarray(costs)))
-    work = [costs.reshape(-1)[order[block :: scheduler.blocks]].sum() for block in range(scheduler.blocks)]
-    assert max(work) <= 1.08 * np.mean(work)

@@ -9,7 +9,13 @@ import pytest
 
 from ejkernel.kernels._pallas.gpu.flash_attention.plan import Plan
 from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
-from ejkernel.kernels._pallas.gpu.flash_attention.tile_scheduler import PersistentTileScheduler, SingleTileScheduler
+from ejkernel.kernels._pallas.gpu.flash_attention.tile_scheduler import (
+    TILE_OVERHEAD,
+    DynamicTileScheduler,
+    PersistentTileScheduler,
+    SingleTileScheduler,
+)
+from ejkernel.kernels._visibility import Visibility
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
 SCHEDULERS = [
@@ -93,6 +99,46 @@ def test_few_heads_at_a_time():
     _, head, _ = work(SingleTileScheduler(tiles=100, heads=10, together=2, later_tiles_are_longer=True, processors=132))
     np.testing.assert_array_equal(head[:700] // 2, np.repeat([0, 1, 2, 3], [200, 200, 200, 100]))
     np.testing.assert_array_equal(head[700:], np.tile([7, 8, 9], 100))
+
+
+@pytest.mark.parametrize("tiles, heads", [(128, 16), (1024, 3), (7, 5), (33, 64), (1, 1)])
+@pytest.mark.parametrize("persistent", (True, False))
+def test_every_tile_of_traced_costs_is_scheduled_once(tiles, heads, persistent):
+    scheduler = DynamicTileScheduler(tiles, heads, persistent, processors=132)
+    costs = np.random.default_rng(0).integers(1, 100, (heads, tiles)).astype(np.int32)
+    order = scheduler.order(jnp.asarray(costs))
+    number = jnp.arange(scheduler.number, dtype=jnp.int32)
+    place, head = map(np.asarray, jax.vmap(lambda n: scheduler.place(scheduler.tile_of(n, order)))(number))
+    assert sorted(head * tiles + place) == list(range(tiles * heads))
+    of_last = costs[head, place][-len(order) :]
+    assert (of_last[:-1] >= of_last[1:]).all() and (np.diff(head[: -len(order)]) >= 0).all()
+    if not persistent:
+        assert scheduler.blocks == scheduler.number == tiles * heads
+        assert scheduler.tile(jnp.int32(tiles * heads - 1), jnp.int32(0), order) == (place[-1], head[-1])
+
+
+LENGTHS = {
+    "even": [2048] * 8,
+    "uneven": [32, 9248, 512, 2048, 1024, 3072, 256, 192],
+    "one": [16384],
+    "short": [256] * 32,
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("heads", [16, 32])
+def test_thread_blocks_that_take_the_next_tile_end_together(lengths, heads):
+    """Packed causal sequences, whose tiles see from one to seventy blocks of keys: within 2 %, or a tile."""
+    cuts = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)[None]
+    ranges = Visibility(sum(lengths), sum(lengths), None, 0, (cuts, cuts)).block_ranges(128, 128)
+    costs = np.broadcast_to(ranges.end - ranges.begin, (heads, ranges.end.size))
+    scheduler = DynamicTileScheduler(costs.shape[1], heads, True, processors=132)
+    order = scheduler.order(jnp.asarray(costs))
+    tile = jax.vmap(lambda n: scheduler.tile_of(n, order))(jnp.arange(scheduler.number, dtype=jnp.int32))
+    free = [0.0] * scheduler.processors
+    for cost in costs.reshape(-1)[np.asarray(tile)] + TILE_OVERHEAD:
+        heapq.heapreplace(free, free[0] + cost)
+    assert max(free) <= max(1.02 * np.mean(free), np.mean(free) + costs.min())
 
 
 @pytest.mark.parametrize("causal", [True, False])

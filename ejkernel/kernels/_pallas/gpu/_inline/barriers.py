@@ -101,6 +101,46 @@ def count_up(semaphore: Any) -> None:
     emit(semaphore)
 
 
+# ---- A counter in device memory (flash_attention/work_tiles.py)
+
+# Of a warpgroup, the thread that counts: of the last warp, as the first one issues what TMA loads.
+COUNTS = THREADS - 32
+_IF_COUNTS = f"mov.u32 t, %tid.x; and.b32 t, t, {THREADS - 1}; setp.eq.u32 p, t, {COUNTS};"
+
+
+def count_one(counter: Any) -> Array:
+    """The value of a counter in device memory before one thread of this warpgroup added 1, in that thread alone.
+
+    The addition is asynchronous until its result is used.
+    """
+    text = f"""{{
+        .reg .pred p; .reg .b32 t;
+        {_IF_COUNTS}
+        mov.b32 $0, 0;
+        @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+    }}"""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SPLAT))
+    def emit(_, counter):
+        before = _with_pointer(ir.IntegerType.get_signless(32), text, "=&r,l,~{memory}", counter)
+        return fragmented_array.FragmentedArray.splat(before, (), is_signed=True)
+
+    return emit(counter)
+
+
+def store_of_one(target: Any, value: Array) -> None:
+    """Stores what that thread has of a value to shared memory."""
+    text = f"{{ .reg .pred p; .reg .b32 t; {_IF_COUNTS} @p st.shared.b32 [$0], $1; }}"
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))
+    def emit(_, target, value):
+        address = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(target))
+        operands = [address, value.registers[()]]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,~{memory}", has_side_effects=True)
+
+    emit(target, value)
+
+
 def _with_pointer(result: Any, text: str, constraints: str, semaphore: Any, *operands: Any) -> Any:
     """Inline assembly whose first operand is the address of a semaphore."""
     pointer = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(semaphore))

@@ -12,9 +12,12 @@ another keeps the tensor cores busy. Blocks of keys are taken from the last to t
 causal mask come first.
 
 Where shared memory has space for o beside q and the next q, the tile scheduler is persistent, and q·kᵀ of the first
-block of a work tile overlaps the last p·v of the tile before. Otherwise there is a thread block for each work tile.
+block of a work tile overlaps the last p·v of the tile before. Otherwise there is a thread block for each work tile. Of
+packed sequences, segments and lists of blocks the device alone knows what a work tile costs: thread blocks then take
+their work tiles from a queue, one after the other (work_tiles.py).
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -32,9 +35,10 @@ from ejkernel.types import KernelConfig
 from .._inline.rows import store_tile
 from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, either, full, launch, shared, stage_of, sync, whole_eights
 from .configs import SHARED_BYTES, blocks_of_keys, check, has_pairs, in_e4m3
+from .consumer_tile import ConsumerTile, Shared
 from .feature_tiles import Tiles, load_parts, tiles_of, union, views
 from .head_dims import ROW_WIDTHS, parts_of
-from .mainloop import ConsumerTile, Shared, consume
+from .mainloop import consume
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
 from .pairs import Pairs, pairs_of, scratch_of_bias
 from .plan import Q_EMPTY, REGISTERS, Plan
@@ -42,6 +46,7 @@ from .problem import LOG2_E, problem_of, scale_of_heads
 from .quantized import Scales, hadamard_size, rotated
 from .rounding import rounded
 from .tiles import COLUMNS, Statistics, View
+from .work_tiles import TileQueue, WorkTile, numbered, scratch_of_queue, table_of
 
 
 def flash_attention(
@@ -76,10 +81,7 @@ def attention(
         sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (problem.B, problem.H))
     k, v = zero_hidden_keys(visibility, operands.k if plan.e4m3 else None, operands.v)
     arrays, scales = tuple(map(whole_eights, (operands.q, k if plan.e4m3 else operands.k, v))), None
-    longest_first, dtype, stages = plan.scheduler.longest_first, problem.dtype, plan.stages
-    if plan.listed:
-        blocks = jnp.broadcast_to(mask_info.block_ranges[..., 1], (problem.B, problem.H, plan.q_tiles))
-        longest_first = plan.scheduler.order(blocks.reshape(-1, plan.q_tiles))
+    longest_first, dtype, stages = table_of(mask_info, plan), problem.dtype, plan.stages
     softmax_scale = scale_of_heads(operands, spec)
     if plan.e4m3:
         arrays, scales, softmax_scale = *_in_e4m3(arrays, softmax_scale, plan), None
@@ -98,7 +100,8 @@ def attention(
         (
             arrays,
             None if k_rope is None else whole_eights(k_rope),
-            None if longest_first is None else jnp.asarray(longest_first),
+            longest_first,
+            jax.new_ref(jnp.zeros((1,), jnp.int32)) if plan.queued else None,
             sinks,
             softmax_scale,
             scales,
@@ -121,6 +124,7 @@ def attention(
             v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=v_copies),
             q_empty=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=plan.consumers),
             **scratch_of_bias(operands.bias, plan),
+            **scratch_of_queue(plan),
         ),
     )
     return Outputs(o[:, : problem.S], of_sequences(lse[:, :, : problem.S], operands))
@@ -139,18 +143,23 @@ def _in_e4m3(arrays: tuple, softmax_scale: Array | None, plan: Plan) -> tuple[tu
 
 
 def _kernel(
-    arrays, k_rope, longest_first, sinks, softmax_scale, scales: Scales | None, mask_info: MaskInfo | None,
+    arrays, k_rope, longest_first, counter, sinks, softmax_scale, scales: Scales | None, mask_info: MaskInfo | None,
     pairs: Pairs | None, o, lse, *, plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_empty,
-    bias_tiles=None, bias_full=None,
+    bias_tiles=None, bias_full=None, slots=None, slot_full=None, taken=None,
 ):  # fmt: skip
-    number, work_tiles = lax.axis_index("warpgroup"), plan.work_tiles(longest_first)
+    number = lax.axis_index("warpgroup")
+    if plan.queued:
+        work_tiles = TileQueue(plan, counter, longest_first, mask_info, slots, slot_full, taken)
+        work_tile_of = work_tiles.tile
+    else:
+        work_tiles, work_tile_of = plan.work_tiles(longest_first), partial(numbered, longest_first, mask_info, plan)
     if not plan.persistent:
         of_q = len(views((), plan.problem.D_parts, plan.problem.dtype))
         q_and_o = tuple(q_and_o)[:of_q], tuple(q_and_o)[of_q:]
     q_tiles, o_tiles, k_tiles, v_tiles = map(tiles_of, (*q_and_o, k_tiles, v_tiles))
     bias_tiles = tiles_of(bias_tiles) if plan.bias else None
     tiles = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty, bias_tiles, bias_full)
-    given = longest_first, sinks, softmax_scale, scales, mask_info, pairs
+    given = work_tile_of, sinks, softmax_scale, scales, mask_info, pairs
     tile_of = partial(_tile_of, q_tiles, given, number, plan)
     store = partial(_store, (o, lse), (o_tiles, lse_tile), scales, number, plan)
 
@@ -158,14 +167,14 @@ def _kernel(
         consume(tiles, tile_of, store, number, work_tiles, plan)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    load = partial(_load, arrays, k_rope, longest_first, tiles, work_tiles, mask_info, pairs, plan)
+    load = partial(_load, arrays, k_rope, work_tile_of, tiles, work_tiles, mask_info, pairs, plan)
     either(number < plan.consumers, compute, load)
 
 
 def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile: Array) -> ConsumerTile:
     """The rows that this warpgroup has of the n-th work tile of its thread block."""
-    longest_first, sinks, softmax_scale, scales, mask_info, pairs = arrays
-    first, head, batch = plan.tile(work_tile, longest_first)
+    work_tile_of, sinks, softmax_scale, scales, mask_info, pairs = arrays
+    first, head, batch, block_range = work_tile_of(work_tile)
     maximum, total = -jnp.inf, 0.0
     if sinks is not None:
         sink = sinks[batch, head]
@@ -176,7 +185,7 @@ def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile
         q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in q_tiles.parts],
         view=View(batch, first + number * ROWS, mask_info),
         head=head,
-        block_range=plan.block_range(first, head, batch, mask_info),
+        block_range=block_range(),
         block=lambda n: plan.block(n, first, head, batch, mask_info),
         start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
         units=plan.units(scales, batch, head, first),
@@ -217,17 +226,17 @@ def _store(
 
 
 def _load(
-    arrays, k_rope, longest_first, tiles: Shared, work_tiles: Array, mask_info: MaskInfo | None, pairs: Pairs | None,
-    plan: Plan,
-):  # fmt: skip
+    arrays, k_rope, work_tile_of: Callable[[Array], WorkTile], tiles: Shared, work_tiles: Array | TileQueue,
+    mask_info: MaskInfo | None, pairs: Pairs | None, plan: Plan,
+) -> None:  # fmt: skip
     """The producer warpgroup: q of every work tile, and its blocks of k and v into the stages as they become empty."""
     q, k, v = arrays
     plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
 
     def one(work_tile, step):
-        first, head, batch = plan.tile(work_tile, longest_first)
+        first, head, batch, block_range = work_tile_of(work_tile)
         kv_head = lax.div(head, np.int32(plan.problem.group))
-        block_range = plan.block_range(first, head, batch, mask_info)
+        block_range = block_range()
         stage = stage_of(work_tile, plan.q_stages)
         pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))
         rows = pl.ds(first, plan.block_q)
@@ -255,7 +264,18 @@ def _load(
 
         return lax.fori_loop(0, block_range.end - block_range.begin, stream, step)
 
-    lax.fori_loop(0, work_tiles, one, jnp.int32(0))
+    if not plan.queued:
+        lax.fori_loop(0, work_tiles, one, jnp.int32(0))
+        return
+
+    def taken(state):
+        n, _, step = state
+        number = work_tiles.take()  # while this work tile is loaded
+        step = one(n, step)
+        return n + 1, work_tiles.pass_on(n + 1, number), step
+
+    is_one = work_tiles.pass_on(jnp.int32(0), lax.axis_index("block"))
+    lax.while_loop(lambda state: state[1], taken, (jnp.int32(0), is_one, jnp.int32(0)))
 
 
 def _keys(k, k_rope, batch: Array, keys: pl.Slice, head: Array, part: pl.Slice):

@@ -11,60 +11,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._inline.registers import BITS, where_bits
 from .._launch import ROWS, WGMMA, accumulator, arrive, either, full, load_vector, stage_of, times_rows
-from .feature_tiles import Tiles
-from .pairs import Pairs, biased
+from .consumer_tile import ConsumerTile, Shared
+from .pairs import biased
 from .plan import PING_PONG, REGISTERS, Plan
-from .problem import BlockRanges, Problem, after_first
-from .quantized import Unit, Units
-from .tiles import Statistics, View, logits, updated, visible, weights
-
-
-class Shared(NamedTuple):
-    """Tiles in the shared memory of a thread block, and their full and empty barriers.
-
-    The empty barriers of k and v are named barriers (plan.py). A stage of the bias is empty when that of v is: the
-    weights are computed before they are multiplied by v.
-    """
-
-    q: Tiles
-    k: Tiles
-    v: Tiles
-    q_full: Any
-    k_full: Any
-    v_full: Any
-    q_empty: Any
-    bias: Tiles | None = None
-    bias_full: Any = None
-
-
-class ConsumerTile(NamedTuple):
-    """The 64 rows of a work tile that one consumer warpgroup computes.
-
-    number: of the warpgroup. q: the parts of its queries in shared memory. view: where these stand, and what masks
-    them. head: of the queries. block_range: the blocks of keys that they see, of which the n-th is block(n); `computed`
-    of them from a step on, if not all. start: the row maxima and sums of the sinks. units: the scales in e4m3. pairs:
-    bias and mask. softmax_scale: if an operand.
-    """
-
-    number: Array
-    q: Sequence[Any]
-    view: View
-    head: Array
-    block_range: BlockRanges
-    start: Statistics
-    units: Units | None
-    block: Callable[[Array], Array] = lambda n: n
-    zero_hidden: Callable[[Array, Array], None] | None = None
-    pairs: Pairs | None = None
-    softmax_scale: Array | None = None
-    computed: Callable[[Array], BlockRanges] | None = None
+from .problem import Problem, after_first
+from .quantized import Unit
+from .tiles import Statistics, loaded, logits, updated, visible, weights
+from .work_tiles import TileQueue
 
 
 class BlockInputs(NamedTuple):
-    """What a softmax of a block of keys loads from device memory: the scales in e4m3, and the words of mask bits."""
+    """What a softmax of a block of keys loads from device memory: the scales in e4m3, the words of mask bits, and the
+    intervals or segment ids of a block that arrays mask.
+    """
 
     unit: Unit
     bits: Sequence[Array]
+    mask: tuple[Array, Array] | None = None
 
 
 class Carry(NamedTuple):
@@ -85,12 +48,13 @@ def consume(
     tile_of: Callable[[Array], ConsumerTile],
     store: Callable[[Array, ConsumerTile, Array, Statistics], None],
     number: Array,
-    work_tiles: Array,
+    work_tiles: Array | TileQueue,
     plan: Plan,
 ) -> None:
     """A consumer warpgroup: computes its 64 rows of each work tile of the thread block.
 
-    `tile_of(work_tile)` are these rows, and `store(work_tile, tile, acc, statistics)` is the epilogue.
+    `work_tiles` is the number of these, or the queue from which they come; `tile_of(work_tile)` are the rows, and
+    `store(work_tile, tile, acc, statistics)` is the epilogue.
     """
     if plan.consumers > 1:
         plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="increase")
@@ -101,11 +65,24 @@ def consume(
     def compute_work_tile(work_tile, carried):
         tile = tile_of(work_tile)
         next_tile = lambda: tile_of(work_tile + 1)
-        acc, statistics, carried = mainloop(shared, tile, next_tile, work_tile, work_tiles, carried, plan)
+        is_one = lambda: _is_one(work_tiles, work_tile + 1)
+        acc, statistics, more, carried = mainloop(shared, tile, next_tile, work_tile, is_one, carried, plan)
         store(work_tile, tile, acc, statistics)
-        return carried
+        return more, carried
 
-    lax.fori_loop(0, work_tiles, compute_work_tile, prologue(shared, tile_of(jnp.int32(0)), plan))
+    if isinstance(work_tiles, TileQueue):
+        work_tiles.await_tile(jnp.int32(0))
+        first = jnp.int32(0), jnp.bool_(True), prologue(shared, tile_of(jnp.int32(0)), plan)
+        one = lambda state: (state[0] + 1, *compute_work_tile(state[0], state[2]))
+        lax.while_loop(lambda state: state[1], one, first)
+        return
+    one = lambda work_tile, carried: compute_work_tile(work_tile, carried)[1]
+    lax.fori_loop(0, work_tiles, one, prologue(shared, tile_of(jnp.int32(0)), plan))
+
+
+def _is_one(work_tiles: Array | TileQueue, n: Array) -> Array:
+    """Whether the thread block has an n-th work tile."""
+    return work_tiles.await_tile(n) if isinstance(work_tiles, TileQueue) else n < work_tiles
 
 
 def prologue(shared: Shared, tile: ConsumerTile, plan: Plan) -> Carry:
@@ -118,7 +95,7 @@ def prologue(shared: Shared, tile: ConsumerTile, plan: Plan) -> Carry:
     plgpu.barrier_wait(shared.q_full.at[0])
     q = _in_registers(tile, plan)
     plgpu.barrier_wait(shared.k_full.at[0])
-    inputs = _block_inputs(tile, 0, plan)
+    inputs = _block_inputs(tile, 0, plan, masked=True)
     products = pl.run_scoped(product, accumulator(ROWS, plan.block_k, plan.sums))
     products = _biased(products, shared, tile, 0, plan)
     p, statistics, _ = _weights(products, tile, tile.start, 0, inputs, plan)
@@ -131,19 +108,19 @@ def mainloop(
     tile: ConsumerTile,
     next_tile: Callable[[], ConsumerTile],
     work_tile: Array,
-    work_tiles: Array,
+    has_next: Callable[[], Array],
     carried: Carry,
     plan: Plan,
-) -> tuple[Array, Statistics, Carry]:
+) -> tuple[Array, Statistics, Array, Carry]:
     """acc and the row statistics of a work tile; q·kᵀ and the softmax of its first block are carried in.
 
-    The first block of the next work tile is carried out, if there is one: its q·kᵀ overlaps the last p·v.
+    Whether there is a next work tile, and its first block, is carried out: its q·kᵀ overlaps the last p·v.
     """
     step, p, previous, q = carried
 
     def compute(i, carry, masked):
         acc, p, previous = carry
-        inputs = _block_inputs(tile, i, plan)  # read while the products are computed
+        inputs = _block_inputs(tile, i, plan, masked)  # read while the products are computed
         values = partial(_await_values, shared, tile, lambda: _block(tile, i - 1))
         acc, products = _products(shared, tile, q, step + i - 1, acc, p, values, plan)
         products = _biased(products, shared, tile, step + i - 1, plan)
@@ -169,7 +146,7 @@ def mainloop(
         plgpu.barrier_arrive(shared.q_empty.at[stage_of(work_tile, plan.q_stages)])
         plgpu.barrier_wait(shared.q_full.at[stage_of(work_tile + 1, plan.q_stages)])
         tile = next_tile()
-        inputs, q = _block_inputs(tile, 0, plan), _in_registers(tile, plan)
+        inputs, q = _block_inputs(tile, 0, plan, masked=True), _in_registers(tile, plan)
         acc, products = _products(shared, tile, q, step, acc, p, values_of_last, plan)
         products = _biased(products, shared, tile, step, plan)
         p, statistics, _ = _weights(products, tile, tile.start, 0, inputs, plan)
@@ -184,11 +161,11 @@ def mainloop(
         return acc, p, statistics, q
 
     if plan.persistent:
-        more, unchanged = work_tile + 1 < work_tiles, lambda *carried: (*carried, q)
+        more, unchanged = has_next(), lambda *carried: (*carried, q)
         acc, p, after, q = either(more, start_next_tile, finish_tile, acc, p, statistics, unused=unchanged)
     else:
-        acc, p, after, q = finish_tile(acc, p, statistics)
-    return acc, statistics, Carry(step + 1, p, after, q)
+        more, (acc, p, after, q) = jnp.bool_(False), finish_tile(acc, p, statistics)
+    return acc, statistics, more, Carry(step + 1, p, after, q)
 
 
 def _in_registers(tile: ConsumerTile, plan: Plan) -> Array | None:
@@ -273,7 +250,7 @@ def _weights(qk: Array, tile: ConsumerTile, previous: Statistics, i: Array | int
     problem, unit = plan.problem, inputs.unit
     # An empty list names a block past the last one, which is fully masked.
     uneven = plan.listed or problem.K % plan.block_k > 0
-    ok = visible(tile.view, _block(tile, i) * plan.block_k, qk.shape, uneven, problem)
+    ok = visible(tile.view, _block(tile, i) * plan.block_k, qk.shape, uneven, problem, inputs.mask)
     s, exponent = _log2_logits(qk, unit, problem)
     if plan.mask:
         s = where_bits(inputs.bits, s)
@@ -292,9 +269,13 @@ def _block(tile: ConsumerTile, i: Array | int) -> Array:
     return tile.block(tile.block_range.end - 1 - i)
 
 
-def _block_inputs(tile: ConsumerTile, i: Array | int, plan: Plan) -> BlockInputs:
+def _block_inputs(tile: ConsumerTile, i: Array | int, plan: Plan, masked: bool) -> BlockInputs:
     unit = Unit(1.0, 0) if tile.units is None else tile.units.of(_block(tile, i))
+    mask = None
+    if masked and (plan.problem.packed or plan.problem.segmented):
+        mask = loaded(tile.view, _block(tile, i) * plan.block_k, (ROWS, plan.block_k))
     if tile.pairs is None:
-        return BlockInputs(unit, ())
+        return BlockInputs(unit, (), mask)
     first = _block(tile, i) * (plan.block_k // BITS)
-    return BlockInputs(unit, tile.pairs.words(tile.view.batch, tile.head, tile.view.row, first, plan.block_k))
+    bits = tile.pairs.words(tile.view.batch, tile.head, tile.view.row, first, plan.block_k)
+    return BlockInputs(unit, bits, mask)

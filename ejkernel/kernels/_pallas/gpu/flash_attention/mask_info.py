@@ -11,7 +11,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from ejkernel.kernels._visibility import BlockRanges, Visibility, zero_fully_masked
+from ejkernel.kernels._visibility import BlockRanges, Visibility, zero_where
+
+from . import fully_masked
 
 # The ids given to padding, different for queries and keys, so that these do not see each other.
 PADDING_QUERY, PADDING_KEY = -1, -2
@@ -59,14 +61,21 @@ def zero_hidden_keys(visibility: Visibility, *arrays: Array | None) -> tuple:
     """Arrays [b, K, G, …] with zeros where no query sees a key. A band that hides keys is none of these kernels'."""
     if visibility.cu_seqlens is None and visibility.segment_ids is None and visibility.mask is None:
         return arrays
-    return zero_fully_masked(visibility.transposed(), *arrays)
+    return zero_where(_fully_masked(visibility.transposed()), *arrays)
 
 
 def zero_fully_masked_queries(visibility: Visibility, *arrays: Array) -> tuple:
     """Arrays [b, S, H, …] with zeros where a query sees no key."""
     if visibility.segment_ids is None and visibility.mask is None and not visibility.masks_queries:
         return arrays
-    return zero_fully_masked(visibility, *arrays)
+    return zero_where(_fully_masked(visibility), *arrays)
+
+
+def _fully_masked(visibility: Visibility) -> Array:
+    """Whether a query sees no key; with segment ids alone a kernel finds out, where XLA would look at all pairs."""
+    if visibility.segment_ids is None or visibility.mask is not None:
+        return visibility.fully_masked()
+    return fully_masked.fully_masked(visibility)
 
 
 def same(x: Array, batch: Array, head: Array | int) -> tuple[Array | int, Array | int]:

@@ -20,7 +20,7 @@ from .head_dims import row_width
 from .mask_info import MaskInfo
 from .problem import Problem, blocks_of_band
 from .quantized import Scales, Units
-from .tile_scheduler import L2_BYTES, ListedTileScheduler, PersistentTileScheduler, SingleTileScheduler
+from .tile_scheduler import L2_BYTES, DynamicTileScheduler, PersistentTileScheduler, SingleTileScheduler
 from .tiles import LIMITS, RescaleLimits
 
 # Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups; one has enough anyway.
@@ -67,6 +67,16 @@ class Plan:
         return self.shared_bytes(persistent=True) <= SHARED_BYTES
 
     @property
+    def costs_are_traced(self) -> bool:
+        """Whether arrays decide how many blocks of keys a work tile has."""
+        return self.listed or self.problem.packed or self.problem.segmented
+
+    @property
+    def queued(self) -> bool:
+        """Whether a thread block takes its work tiles from a queue."""
+        return self.persistent and self.costs_are_traced
+
+    @property
     def q_stages(self) -> int:
         return 2 if self.persistent else 1
 
@@ -110,10 +120,10 @@ class Plan:
         return (self.problem.D + self.problem.V) * self.problem.dtype.itemsize
 
     @cached_property
-    def scheduler(self) -> PersistentTileScheduler | SingleTileScheduler | ListedTileScheduler:
+    def scheduler(self) -> PersistentTileScheduler | SingleTileScheduler | DynamicTileScheduler:
         problem, heads = self.problem, self.problem.H * self.problem.B
-        if self.listed:
-            return ListedTileScheduler(self.q_tiles, heads, self.persistent, self.processors)
+        if self.listed or self.queued:
+            return DynamicTileScheduler(self.q_tiles, heads, self.persistent, self.processors)
         if self.persistent:
             later_tiles_are_longer = problem.high is not None and problem.low is None
             long = problem.most_keys >= LEAST_KEYS_OF_WAVES
@@ -126,7 +136,10 @@ class Plan:
 
     def tile(self, work_tile: Array, longest_first: Any = None) -> tuple[Array, Array, Array]:
         """The first query, the head and the batch index of this thread block's n-th work tile."""
-        place, head = self.scheduler.tile(lax.axis_index("block"), work_tile, longest_first)
+        return self.placed(*self.scheduler.tile(lax.axis_index("block"), work_tile, longest_first))
+
+    def placed(self, place: Array, head: Array) -> tuple[Array, Array, Array]:
+        """The first query, the head and the batch index of a place in a head, of all."""
         heads = np.int32(self.problem.H)
         return place * self.block_q, lax.rem(head, heads), lax.div(head, heads)
 

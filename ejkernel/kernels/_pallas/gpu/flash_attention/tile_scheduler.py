@@ -145,11 +145,12 @@ class PersistentTileScheduler:
 
 
 @dataclass(frozen=True)
-class ListedTileScheduler:
-    """Work tiles whose costs are known at run time only (lists of blocks), head after head.
+class DynamicTileScheduler:
+    """Work tiles whose costs are known at run time only (packed sequences, segments, lists of blocks), head after head.
 
-    The longest tiles of a head come first, and last in every other head: a persistent thread block takes every
-    `blocks`-th tile of the order, and so alternates between long and short ones. The tiles of the last heads are sorted
+    A thread block for each multiprocessor takes the next work tile of all when it has loaded the one before
+    (work_tiles.py), as with FlashAttention-3's dynamic scheduler. Where kernels are not persistent there is a thread
+    block for each work tile, and the device launches them in the same order. The tiles of the last heads are sorted
     together, the longest first, so that short ones are left at the end.
 
     Attributes:
@@ -173,36 +174,33 @@ class ListedTileScheduler:
         return min(self.number, self.processors) if self.persistent else self.number
 
     @property
-    def longest_first(self) -> None:
-        return None
+    def in_order(self) -> int:
+        """The heads before the last ones."""
+        return self.heads - min(self.heads, -(-UNPAIRED * self.processors // self.tiles))
 
     def order(self, costs: Array) -> Array:
-        """The work tiles, int32 [number], by their costs [heads, tiles]."""
-        last = min(self.heads, -(-UNPAIRED * self.processors // self.tiles))
-        heads_by_themselves = (self.heads - last) // 2 * 2
-        head = jnp.arange(heads_by_themselves, dtype=jnp.int32)[:, None]
-        of_heads = longest_first(costs[:heads_by_themselves])
-        of_heads = head * self.tiles + jnp.where(head % 2 == 0, of_heads, of_heads[:, ::-1])
-        of_last = heads_by_themselves * self.tiles + longest_first(costs[heads_by_themselves:].reshape(-1))
-        return jnp.concatenate([of_heads.reshape(-1), of_last[_back_and_forth(of_last.size, self.blocks)]])
+        """The work tiles of the last heads in the order in which they are computed, by their costs [heads, tiles]."""
+        return self.in_order * self.tiles + longest_first(costs[self.in_order :].reshape(-1))
+
+    def tile_of(self, number: Array, order: Any) -> Array:
+        """The work tile that is computed as the n-th of all, from the table `order`."""
+        before = self.in_order * self.tiles
+        of_last = order[jnp.clip(number - before, 0, self.number - before - 1)]
+        return lax.select(number < before, number, of_last)
+
+    def place(self, tile: Array) -> tuple[Array, Array]:
+        """The index in its head, and the head, of a work tile."""
+        return lax.rem(tile, np.int32(self.tiles)), lax.div(tile, np.int32(self.tiles))
 
     def work_tiles(self, block: Array, order: Any) -> Array:
-        """The number of work tiles of a thread block, whose table is `order`."""
-        del order
-        return lax.div(self.number - 1 - block, np.int32(self.blocks)) + 1
+        """The number of work tiles of a thread block that is not persistent, which is one."""
+        del block, order
+        return jnp.int32(1)
 
     def tile(self, block: Array, work_tile: Array, order: Any) -> tuple[Array, Array]:
-        """The index in its head, and the head, of a thread block's n-th work tile, from the table `order`."""
-        number, tiles = order[work_tile * self.blocks + block], np.int32(self.tiles)
-        return lax.rem(number, tiles), lax.div(number, tiles)
-
-
-def _back_and_forth(number: int, row: int) -> np.ndarray:
-    """0, 1, … in rows of `row`, every other one reversed; an incomplete last row is not."""
-    places = np.arange(number)
-    rows = places[: number // row * row].reshape(-1, row)
-    rows[1::2] = rows[1::2, ::-1].copy()
-    return places
+        """The index in its head, and the head, of the one work tile of such a thread block."""
+        del work_tile
+        return self.place(self.tile_of(block, order))
 
 
 @dataclass(frozen=True)

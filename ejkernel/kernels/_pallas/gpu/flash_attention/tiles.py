@@ -114,22 +114,42 @@ class View(NamedTuple):
     of_keys: bool = False
 
 
-def visible(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool, problem: Problem) -> Array | None:
+def loaded(view: View, column: Array, shape: tuple[int, int]) -> tuple[Array, Array] | None:
+    """What the mask of a tile that begins at `column` needs from device memory, if anything.
+
+    The first and the stop of the interval of columns that each row sees, or the segment ids of rows and of columns.
+    """
+    batch, row, mask_info, _ = view
+    if mask_info is not None and mask_info.intervals is not None:
+        return tuple(_load(x, batch, row, shape[0], PER_ROW) for x in mask_info.intervals)
+    if mask_info is not None and mask_info.segment_ids is not None:
+        of_rows, of_columns = mask_info.segment_ids
+        of_columns = _load(of_columns, batch, column, shape[1], PER_COLUMN)
+        return _load(of_rows, batch, row, shape[0], PER_ROW), of_columns
+    return None
+
+
+def visible(
+    view: View, column: Array, shape: tuple[int, int], uneven_keys: bool, problem: Problem,
+    given: tuple[Array, Array] | None = None,
+) -> Array | None:  # fmt: skip
     """The mask of a tile that begins at `column`, or None if all is visible; `uneven_keys`: keys may be past the end.
 
-    Without segments a row sees one interval of columns, the intersection of the intervals of all conditions.
+    Without segments a row sees one interval of columns, the intersection of the intervals of all conditions. What is
+    `loaded` may be given, if it was loaded before.
     """
-    batch, row, mask_info, of_keys = view
+    _, row, mask_info, of_keys = view
     rows = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=PER_ROW) + row
     firsts, lasts, conditions = [], [], []
+    given = loaded(view, column, shape) if given is None else given
     if mask_info is not None and mask_info.intervals is not None:
-        low, high = (_load(x, batch, row, shape[0], PER_ROW) for x in mask_info.intervals)
+        low, high = given
         firsts.append(low)
         lasts.append(high - 1)
     elif mask_info is not None and mask_info.segment_ids is not None:
-        of_rows, of_columns = mask_info.segment_ids
-        ids = lax.broadcast_in_dim(_load(of_columns, batch, column, shape[1], PER_COLUMN), shape, [1])
-        conditions.append(broadcast_rows(_load(of_rows, batch, row, shape[0], PER_ROW), ids) == ids)
+        of_rows, of_columns = given
+        ids = lax.broadcast_in_dim(of_columns, shape, [1])
+        conditions.append(broadcast_rows(of_rows, ids) == ids)
     elif uneven_keys and of_keys:
         lasts.append(jnp.where(rows < problem.K, column + shape[1], -1))
     elif uneven_keys:

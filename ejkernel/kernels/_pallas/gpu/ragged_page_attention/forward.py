@@ -29,8 +29,9 @@ from ejkernel.primitives.ragged_page_attention import Operands
 
 from .._inline.rows import TILE_COLUMNS, store_rows, zero_rows
 from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, full, launch, shared, stage_of, sync
+from ..flash_attention.consumer_tile import ConsumerTile, Shared
 from ..flash_attention.feature_tiles import Tiles, tiles_of
-from ..flash_attention.mainloop import ConsumerTile, Shared, consume
+from ..flash_attention.mainloop import consume
 from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E, Problem
 from ..flash_attention.tiles import COLUMNS, Statistics, View

@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels._visibility import BlockRanges
 
 from .._launch import arrive, stage_of
-from ..flash_attention.mainloop import ConsumerTile, Shared
+from ..flash_attention.consumer_tile import ConsumerTile, Shared
 from .plan import PagedPlan
 
 
