@@ -68,6 +68,41 @@ def zero_rows(tile: Any, begin: Array, end: Array) -> None:
     plgpu.commit_smem()
 
 
+def zero_chosen_rows(tile: Any, chosen: Any, first: Array) -> None:
+    """Writes zeros to the rows n of a tile [rows, columns] for which chosen[first + n], in device memory, is not 0.
+
+    The tile has 16 bits a number and up to 128 rows, one for each thread of a warpgroup. Its swizzle moves 16 bytes at
+    a time within a row.
+    """
+    rows, columns = tile.shape[-2:]
+    (swizzle,) = (transform.swizzle for transform in tile.transforms if hasattr(transform, "swizzle"))
+    transforms = plgpu.TilingTransform((TILE_ROWS, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    part_bytes, parts = TILE_ROWS * swizzle, 2 * columns // swizzle
+    places = (part * part_bytes + chunk for part in range(parts) for chunk in range(0, swizzle, 16))
+    text = f"""{{
+        .reg .pred p, q; .reg .b32 t, r, a, z; .reg .b64 g;
+        mov.b32 z, 0;
+        mov.u32 t, %tid.x; and.b32 t, t, {THREADS - 1};
+        setp.lt.s32 p, t, {rows};
+        add.s32 r, t, $2; mul.wide.s32 g, r, 4; add.s64 g, g, $1;
+        @p ld.global.b32 z, [g];
+        setp.ne.s32 q, z, 0; and.pred p, p, q;
+        mov.b32 z, 0;
+        shr.u32 r, t, 3; mul.lo.u32 r, r, {parts * part_bytes}; and.b32 a, t, {TILE_ROWS - 1};
+        mul.lo.u32 a, a, {swizzle}; add.u32 a, a, r; add.u32 a, a, $0;
+        {" ".join(f"@p st.shared.v4.b32 [a + {place}], {{z, z, z, z}};" for place in places)}
+    }}"""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.RefType(), SPLAT))
+    def emit(_, tile, chosen, first):
+        i32, i64, void = (*map(ir.IntegerType.get_signless, (32, 64)), ir.Type.parse("!llvm.void"))
+        operands = [llvm.ptrtoint(i32, utils.memref_ptr(tile)), llvm.ptrtoint(i64, utils.memref_ptr(chosen))]
+        operands.append(first.registers[()])
+        llvm.inline_asm(void, operands, text, "r,l,r,~{memory}", has_side_effects=True)
+
+    emit(tile, chosen, first)
+
+
 def store_rows(
     o: Any, tile: Array, first: Array, rows: Array, head: Array, lse: Any = None, of_rows: Array | None = None,
     heads_of_token: int = 1,

@@ -42,7 +42,15 @@ from .dq_producer import DqSums, produce
 from .dq_semaphore import MOST_IN_GROUP, table_of_ranks
 from .feature_tiles import tiles_of, union, views
 from .head_dims import row_width
-from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
+from .hidden_rows import hidden_rows
+from .mask_info import (
+    MaskInfo,
+    fully_masked,
+    mask_info_of,
+    with_hidden_columns,
+    zero_fully_masked_queries,
+    zero_hidden_keys,
+)
 from .pairs import Pairs, pairs_of_keys, tiles_of_bias
 from .problem import LOG2_E, Problem, divisor, problem_of, scale_of_heads, weights_of_sinks
 
@@ -109,9 +117,17 @@ def gradients(
     """The cotangents of the operands in `wrt`; `mask_info` is the mask of arrays, applied on top of the band."""
     visibility, problem = visibility_of(primals, spec), plan.problem
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
-    q, do = zero_fully_masked_queries(visibility, primals.q, do)
-    k, v = zero_hidden_keys(visibility, primals.k, primals.v)
+    q, k, v = primals.q, primals.k, primals.v
+    if plan.zeroes_hidden:
+        queries, keys = fully_masked(visibility), fully_masked(visibility.transposed())
+        mask_info = with_hidden_columns(mask_info, queries, plan.block_q)
+        mask_info = mask_info._replace(hidden_rows=hidden_rows(keys, plan.keys))
+    else:
+        q, do = zero_fully_masked_queries(visibility, q, do)
+        k, v = zero_hidden_keys(visibility, k, v)
     delta = jnp.einsum("bshe,bshe->bhs", do, outputs.o, preferred_element_type=jnp.float32)
+    if plan.zeroes_hidden:
+        delta = jnp.where(queries, 0, delta)
     if cotangents.lse is not None:
         delta -= jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
     # In fully masked rows, and past the end, the weights are exp(−∞) = 0.
@@ -130,7 +146,8 @@ def gradients(
     if "softmax_scale" in wrt:
         # dscale = Σ_ij ds_ij·(q·k)_ij = Σ_i q_i·(ds·k)_i; a list of blocks may hide all keys from a query, of any value
         dscale = jnp.einsum("bshd,bshd->bhs", q, dq[:, : problem.S], preferred_element_type=jnp.float32)
-        dscale = jnp.where(outputs.lse == -jnp.inf, 0, dscale).sum(2)
+        hidden = (queries | (outputs.lse == -jnp.inf)) if plan.zeroes_hidden else outputs.lse == -jnp.inf
+        dscale = jnp.where(hidden, 0, dscale).sum(2)
         found["softmax_scale"] = spec.softmax_scale * sum_to_shape(dscale, primals.softmax_scale.shape)
     if plan.dbias:
         found["bias"] = _dbias(ds[0], primals.bias.shape, visibility, problem)
@@ -184,6 +201,7 @@ def _gradients(
             q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=of_k + 1 + plan.bias * plan.key_blocks),
             do_full=plgpu.Barrier(num_barriers=stages, num_arrivals=of_v + 1),
             ds_empty=plgpu.Barrier(num_barriers=plan.ds_stages),
+            **(dict(landed=[plgpu.Barrier(num_arrivals=n) for n in (of_k, of_v)]) if plan.zeroes_hidden else {}),
             **(dict(bias_tiles=tiles_of_bias(pairs.bias, stages, plan.key_blocks, block_q, ROWS)) if plan.bias else {}),
         ),
     )
@@ -213,7 +231,7 @@ def _dbias(ds: Array, shape: tuple[int, ...], visibility: Visibility, problem: P
 def _kernel(
     q, k, v, do, start, delta, mask_info: MaskInfo | None, pairs: Pairs | None, softmax_scale, dq, dq_semaphore, ranks,
     dk, dv, *ds, plan: Plan, kv_tiles, streamed, ds_tiles, p_tile, dq_tiles, kv_full, q_full, do_full, ds_empty,
-    bias_tiles=None,
+    bias_tiles=None, landed=(None, None),
 ):  # fmt: skip
     number = lax.axis_index("warpgroup")
     tiles = Shared(
@@ -224,5 +242,5 @@ def _kernel(
     either(
         number < 2,
         lambda: consume(tiles, mask_info, pairs, softmax_scale, dk, dv, number, plan),
-        lambda: produce((k, v), (q, do, start, delta), tiles, mask_info, pairs, sums, plan),
+        lambda: produce((k, v), (q, do, start, delta), tiles, mask_info, pairs, sums, landed, plan),
     )

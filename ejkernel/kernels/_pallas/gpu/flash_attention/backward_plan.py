@@ -74,6 +74,11 @@ class Plan:
     processors: int = field(default_factory=lambda: gpu_target().core_count)
 
     @property
+    def zeroes_hidden(self) -> bool:
+        """Whether the producer overwrites fully masked rows in shared memory; otherwise device memory has zeros."""
+        return (self.problem.packed or self.problem.segmented) and not (self.listed or self.mask)
+
+    @property
     def tiles(self) -> int:
         """Tiles of keys of a head."""
         return -(-self.problem.K // self.keys)

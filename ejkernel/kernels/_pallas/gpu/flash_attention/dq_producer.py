@@ -5,7 +5,7 @@ of queries says which tile of keys adds next (dq_semaphore.py).
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from .._inline.barriers import await_rank, count_of, count_up
 from .._inline.rows import store_tile
 from .._launch import ROWS, accumulator, arrive, stage_of, sync
 from .backward_plan import DONE, Q_EMPTY, WARPGROUPS, Plan, Shared
-from .feature_tiles import load_parts
+from .hidden_rows import load_visible
 from .key_tile import KeyTile, key_tile
 from .mask_info import MaskInfo
 from .pairs import Pairs
@@ -41,18 +41,25 @@ class DqSums(NamedTuple):
 
 def produce(
     stationary: tuple, streamed: tuple, tiles: Shared, mask_info: MaskInfo | None, pairs: Pairs | None, sums: DqSums,
-    plan: Plan,
+    landed: Sequence[Any], plan: Plan,
 ) -> None:  # fmt: skip
-    """Loads the `stationary` k and v, and for each step what is `streamed`: q, do, start and delta; then adds to dq."""
+    """Loads the `stationary` k and v, and for each step what is `streamed`: q, do, start and delta; then adds to dq.
+
+    `landed`: barriers of k and q, and of v and do, for tiles with fully masked rows (hidden_rows.py).
+    """
     plgpu.set_max_registers(REGISTERS, action="decrease")
-    keys = key_tile(plan, mask_info)
+    keys, hidden, of_tile = key_tile(plan, mask_info), None, None
+    if plan.zeroes_hidden:
+        hidden = mask_info.hidden_rows.of_block(keys.batch, keys.number)
+        of_tile = mask_info.hidden_columns.of_tile(keys.batch, keys.number)
     for key_block in range(plan.key_blocks):
         rows = pl.ds(keys.first + key_block * ROWS, ROWS)
-        of_arrays = zip(stationary, (tiles.k, tiles.v), (plan.problem.D, plan.problem.V), strict=True)
-        for array, of_array, width in of_arrays:
+        widths = plan.problem.D, plan.problem.V
+        for array, of_array, width, barrier in zip(stationary, (tiles.k, tiles.v), widths, landed, strict=True):
             source = lambda of_part, array=array, rows=rows: array.at[keys.batch, rows, keys.kv_head, of_part]
-            load_parts(of_array, key_block, source, width, tiles.kv_full)
-    load = partial(_load, streamed, pairs, tiles, keys)
+            of_rows = mask_info and mask_info.hidden_rows, keys.batch, rows.start, barrier
+            load_visible(hidden, *of_rows, of_array, key_block, source, width, tiles.kv_full)
+    load = partial(_load, streamed, pairs, tiles, keys, of_tile, landed)
     steps = keys.steps()
     lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
     plgpu.barrier_wait(tiles.kv_full)
@@ -74,18 +81,25 @@ def produce(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load(arrays: tuple, pairs: Pairs | None, tiles: Shared, keys: KeyTile, step: Array) -> None:
+def _load(
+    arrays: tuple, pairs: Pairs | None, tiles: Shared, keys: KeyTile, hides: Array | None, landed: Sequence[Any],
+    step: Array,
+) -> None:  # fmt: skip
     """Starts the copies of q, do, their row vectors and the bias for the queries of a step."""
     (q, do, start, delta), plan, problem = arrays, keys.plan, keys.plan.problem
     q_full, do_full = (barrier.at[stage_of(step, plan.stages)] for barrier in (tiles.q_full, tiles.do_full))
     block, head = keys.place(step)
     batch, rows, stage = keys.batch, pl.ds(block * plan.block_q, plan.block_q), stage_of(step, plan.stages)
-    load_parts(tiles.q, stage, lambda of_part: q.at[batch, rows, head, of_part], problem.D, q_full)
+    hidden, masked = None, keys.mask_info and keys.mask_info.hidden_columns
+    if hides is not None:
+        hidden = masked.of_block(batch, block, asked=hides)
+    load_tile = partial(load_visible, hidden, masked, batch, rows.start)
+    load_tile(landed[0], tiles.q, stage, lambda of_part: q.at[batch, rows, head, of_part], problem.D, q_full)
     plgpu.copy_gmem_to_smem(start.at[batch, head, rows], tiles.start.at[stage], q_full)
     for key_block in range(plan.key_blocks if plan.bias else 0):
         tile = pairs.tile_of_bias(batch, head, rows, pl.ds(keys.first + key_block * ROWS, ROWS))
         plgpu.copy_gmem_to_smem(tile, tiles.bias.copies[0].at[stage, key_block], q_full)
-    load_parts(tiles.do, stage, lambda of_part: do.at[batch, rows, head, of_part], problem.V, do_full)
+    load_tile(landed[1], tiles.do, stage, lambda of_part: do.at[batch, rows, head, of_part], problem.V, do_full)
     plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], tiles.delta.at[stage], do_full)
 
 

@@ -19,6 +19,7 @@ their work tiles from a queue, one after the other (work_tiles.py).
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels._sequences import of_sequences
-from ejkernel.kernels._visibility import visibility_of
+from ejkernel.kernels._visibility import Visibility, visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
@@ -38,8 +39,9 @@ from .configs import SHARED_BYTES, blocks_of_keys, check, has_pairs, in_e4m3
 from .consumer_tile import ConsumerTile, Shared
 from .feature_tiles import Tiles, load_parts, tiles_of, union, views
 from .head_dims import ROW_WIDTHS, parts_of
+from .hidden_rows import load_visible
 from .mainloop import consume
-from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
+from .mask_info import MaskInfo, fully_masked, mask_info_of, with_hidden_columns, zero_hidden_keys
 from .pairs import Pairs, pairs_of, scratch_of_bias
 from .plan import Q_EMPTY, REGISTERS, Plan
 from .problem import LOG2_E, problem_of, scale_of_heads
@@ -79,8 +81,8 @@ def attention(
     sinks = operands.sinks
     if sinks is not None:
         sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (problem.B, problem.H))
-    k, v = zero_hidden_keys(visibility, operands.k if plan.e4m3 else None, operands.v)
-    arrays, scales = tuple(map(whole_eights, (operands.q, k if plan.e4m3 else operands.k, v))), None
+    mask_info, k, v = _without_hidden(operands, visibility, mask_info, plan)
+    arrays, scales = tuple(map(whole_eights, (operands.q, k, v))), None
     longest_first, dtype, stages = table_of(mask_info, plan), problem.dtype, plan.stages
     softmax_scale = scale_of_heads(operands, spec)
     if plan.e4m3:
@@ -125,9 +127,19 @@ def attention(
             q_empty=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=plan.consumers),
             **scratch_of_bias(operands.bias, plan),
             **scratch_of_queue(plan),
+            **(dict(landed=plgpu.Barrier(num_arrivals=v_copies)) if plan.zeroes_hidden else {}),
         ),
     )
     return Outputs(o[:, : problem.S], of_sequences(lse[:, :, : problem.S], operands))
+
+
+def _without_hidden(operands: Operands, visibility: Visibility, mask_info: MaskInfo | None, plan: Plan) -> tuple:
+    """The mask with what the producer overwrites with zeros, k, and v; or k and v with zeros."""
+    if plan.zeroes_hidden:
+        mask_info = with_hidden_columns(mask_info, fully_masked(visibility.transposed()), plan.block_k)
+        return mask_info, operands.k, operands.v
+    k, v = zero_hidden_keys(visibility, operands.k if plan.e4m3 else None, operands.v)
+    return mask_info, k if plan.e4m3 else operands.k, v
 
 
 def _in_e4m3(arrays: tuple, softmax_scale: Array | None, plan: Plan) -> tuple[tuple, Scales]:
@@ -145,7 +157,7 @@ def _in_e4m3(arrays: tuple, softmax_scale: Array | None, plan: Plan) -> tuple[tu
 def _kernel(
     arrays, k_rope, longest_first, counter, sinks, softmax_scale, scales: Scales | None, mask_info: MaskInfo | None,
     pairs: Pairs | None, o, lse, *, plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_empty,
-    bias_tiles=None, bias_full=None, slots=None, slot_full=None, taken=None,
+    bias_tiles=None, bias_full=None, slots=None, slot_full=None, taken=None, landed=None,
 ):  # fmt: skip
     number = lax.axis_index("warpgroup")
     if plan.queued:
@@ -167,14 +179,14 @@ def _kernel(
         consume(tiles, tile_of, store, number, work_tiles, plan)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    load = partial(_load, arrays, k_rope, work_tile_of, tiles, work_tiles, mask_info, pairs, plan)
+    load = partial(_load, arrays, k_rope, work_tile_of, tiles, work_tiles, mask_info, pairs, landed, plan)
     either(number < plan.consumers, compute, load)
 
 
 def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile: Array) -> ConsumerTile:
     """The rows that this warpgroup has of the n-th work tile of its thread block."""
     work_tile_of, sinks, softmax_scale, scales, mask_info, pairs = arrays
-    first, head, batch, block_range = work_tile_of(work_tile)
+    first, head, batch, block_range, _ = work_tile_of(work_tile)
     maximum, total = -jnp.inf, 0.0
     if sinks is not None:
         sink = sinks[batch, head]
@@ -227,16 +239,16 @@ def _store(
 
 def _load(
     arrays, k_rope, work_tile_of: Callable[[Array], WorkTile], tiles: Shared, work_tiles: Array | TileQueue,
-    mask_info: MaskInfo | None, pairs: Pairs | None, plan: Plan,
+    mask_info: MaskInfo | None, pairs: Pairs | None, landed: Any, plan: Plan,
 ) -> None:  # fmt: skip
     """The producer warpgroup: q of every work tile, and its blocks of k and v into the stages as they become empty."""
     q, k, v = arrays
     plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
 
     def one(work_tile, step):
-        first, head, batch, block_range = work_tile_of(work_tile)
+        first, head, batch, block_range, hides = work_tile_of(work_tile)
         kv_head = lax.div(head, np.int32(plan.problem.group))
-        block_range = block_range()
+        block_range, hides = block_range(), hides()
         stage = stage_of(work_tile, plan.q_stages)
         pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))
         rows = pl.ds(first, plan.block_q)
@@ -259,7 +271,9 @@ def _load(
                 )
             else:
                 of_values = lambda part: v.at[batch, keys, kv_head, part]
-                load_parts(tiles.v, stage, of_values, plan.problem.V, tiles.v_full.at[stage])
+                hidden = None if hides is None else mask_info.hidden_columns.of_block(batch, block, asked=hides)
+                of_stage = tiles.v, stage, of_values, plan.problem.V, tiles.v_full.at[stage]
+                load_visible(hidden, mask_info and mask_info.hidden_columns, batch, keys.start, landed, *of_stage)
             return step + 1
 
         return lax.fori_loop(0, block_range.end - block_range.begin, stream, step)

@@ -34,10 +34,10 @@ class KeyTile(NamedTuple):
         """The blocks of queries that see these keys; those of arrays are read where needed, to save registers."""
         if self.band is not None:
             return self.band
-        return self.mask_info.block_range(self._number, self.batch, self.kv_head)
+        return self.mask_info.block_range(self.number, self.batch, self.kv_head)
 
     @property
-    def _number(self) -> Array:
+    def number(self) -> Array:
         """The index of the tile in its head."""
         return lax.div(self.first, np.int32(self.plan.keys))
 
@@ -80,7 +80,7 @@ class KeyTile(NamedTuple):
         plan, group = self.plan, self.plan.problem.group
         step = self.step_of_tile(step)
         if plan.listed:
-            block = self.mask_info.block(step, self._number, self.batch, self.kv_head)
+            block = self.mask_info.block(step, self.number, self.batch, self.kv_head)
             blocks = np.int32(plan.blocks)
             return lax.rem(block, blocks), self.kv_head * group + lax.div(block, blocks)
         block_range = self.block_range()
@@ -96,7 +96,7 @@ class KeyTile(NamedTuple):
 
     def rank(self, ranks: Array | None, block: Array) -> Array:
         """How many tiles of keys add to the dq of a block of queries before this one does (dq_semaphore.py)."""
-        plan, tile = self.plan, self._number
+        plan, tile = self.plan, self.number
         if ranks is not None:
             return ranks[self.batch if ranks.shape[0] > 1 else 0, tile, block]
         if not plan.circular:
@@ -111,7 +111,7 @@ class KeyTile(NamedTuple):
 
     def _in_group(self) -> tuple[Array, Array, Array]:
         """The tiles before the group of this one, its index in it, and the size of the group."""
-        tile, group = self._number, np.int32(self.plan.group)
+        tile, group = self.number, np.int32(self.plan.group)
         before = lax.div(tile, group) * group
         return before, tile - before, jnp.minimum(group, self.plan.tiles - before)
 

@@ -13,7 +13,8 @@ from jax import Array
 
 from ejkernel.kernels._visibility import BlockRanges, Visibility, zero_where
 
-from . import fully_masked
+from .fully_masked import fully_masked as of_segments
+from .hidden_rows import HiddenRows, hidden_rows
 
 # The ids given to padding, different for queries and keys, so that these do not see each other.
 PADDING_QUERY, PADDING_KEY = -1, -2
@@ -26,12 +27,15 @@ class MaskInfo(NamedTuple):
     sees columns from first to before stop. segment_ids: of rows and of columns. Arrays of rows [b, rows] and columns
     [b, columns] go on to the end of the last tile or block. block_lists [b?, h?, tiles, blocks], with a block mask: the
     ranges are of places in these lists, behind whose ends stands the number of a block that is not there.
+    hidden_columns, hidden_rows: which the kernels overwrite with zeros in shared memory.
     """
 
     block_ranges: Array
     intervals: tuple[Array, Array] | None
     segment_ids: tuple[Array, Array] | None
     block_lists: Array | None = None
+    hidden_columns: HiddenRows | None = None
+    hidden_rows: HiddenRows | None = None
 
     def block_range(self, tile: Array, batch: Array, head: Array | int = 0) -> BlockRanges:
         """In a kernel, where the arrays are refs: the range of blocks of a tile, or of indices into its list."""
@@ -57,25 +61,30 @@ def mask_info_of(visibility: Visibility, block_rows: int, block_columns: int) ->
     return MaskInfo(ranges, None, ids)
 
 
+def with_hidden_columns(mask_info: MaskInfo, hidden: Array, block_columns: int) -> MaskInfo:
+    """The mask with the columns that are hidden [b?,1,columns]."""
+    return mask_info._replace(hidden_columns=hidden_rows(hidden, block_columns, mask_info.block_ranges))
+
+
 def zero_hidden_keys(visibility: Visibility, *arrays: Array | None) -> tuple:
     """Arrays [b, K, G, …] with zeros where no query sees a key. A band that hides keys is none of these kernels'."""
     if visibility.cu_seqlens is None and visibility.segment_ids is None and visibility.mask is None:
         return arrays
-    return zero_where(_fully_masked(visibility.transposed()), *arrays)
+    return zero_where(fully_masked(visibility.transposed()), *arrays)
 
 
 def zero_fully_masked_queries(visibility: Visibility, *arrays: Array) -> tuple:
     """Arrays [b, S, H, …] with zeros where a query sees no key."""
     if visibility.segment_ids is None and visibility.mask is None and not visibility.masks_queries:
         return arrays
-    return zero_where(_fully_masked(visibility), *arrays)
+    return zero_where(fully_masked(visibility), *arrays)
 
 
-def _fully_masked(visibility: Visibility) -> Array:
+def fully_masked(visibility: Visibility) -> Array:
     """Whether a query sees no key; with segment ids alone a kernel finds out, where XLA would look at all pairs."""
     if visibility.segment_ids is None or visibility.mask is not None:
         return visibility.fully_masked()
-    return fully_masked.fully_masked(visibility)
+    return of_segments(visibility)
 
 
 def same(x: Array, batch: Array, head: Array | int) -> tuple[Array | int, Array | int]:

@@ -72,6 +72,11 @@ class Plan:
         return self.listed or self.problem.packed or self.problem.segmented
 
     @property
+    def zeroes_hidden(self) -> bool:
+        """Whether the producer overwrites hidden values in shared memory; otherwise they are zero in device memory."""
+        return (self.problem.packed or self.problem.segmented) and not (self.listed or self.mask or self.e4m3)
+
+    @property
     def queued(self) -> bool:
         """Whether a thread block takes its work tiles from a queue."""
         return self.persistent and self.costs_are_traced

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels._visibility import BlockRanges
@@ -21,18 +22,21 @@ from .plan import Plan
 from .tile_scheduler import DynamicTileScheduler
 
 SLOTS = 4
-# Of a slot: how many work tiles were taken before this one, which it is, and its range of blocks.
-TAKEN, TILE, RANGE = 0, 1, 2
+# Of a slot: how many work tiles were taken before this one, which it is, its range of blocks, and if it hides keys.
+TAKEN, TILE, RANGE, HIDES = 0, 1, 2, 6
 NUMBERS = 8
 
 
 class WorkTile(NamedTuple):
-    """A block of queries: the first one, their head and batch index, and the range of blocks of keys that they see."""
+    """A block of queries: the first one, their head and batch index, the range of blocks of keys that they see, and
+    whether some of these blocks have hidden keys.
+    """
 
     first: Array
     head: Array
     batch: Array
     block_range: Callable[[], BlockRanges]
+    hides: Callable[[], Array | None]
 
 
 def table_of(mask_info: MaskInfo | None, plan: Plan) -> Array | None:
@@ -47,8 +51,14 @@ def table_of(mask_info: MaskInfo | None, plan: Plan) -> Array | None:
 
 def numbered(longest_first: Any, mask_info: MaskInfo | None, plan: Plan, n: Array) -> WorkTile:
     """The n-th work tile of this thread block, where it is known beforehand."""
-    first, head, batch = plan.tile(n, longest_first)
-    return WorkTile(first, head, batch, lambda: plan.block_range(first, head, batch, mask_info))
+    return placed(mask_info, plan, *plan.tile(n, longest_first))
+
+
+def placed(mask_info: MaskInfo | None, plan: Plan, first: Array, head: Array, batch: Array) -> WorkTile:
+    """The work tile of these queries."""
+    hidden = None if mask_info is None else mask_info.hidden_columns
+    hides = lambda: None if hidden is None else hidden.of_tile(batch, lax.div(first, np.int32(plan.block_q)))
+    return WorkTile(first, head, batch, lambda: plan.block_range(first, head, batch, mask_info), hides)
 
 
 class TileQueue(NamedTuple):
@@ -79,10 +89,12 @@ class TileQueue(NamedTuple):
         plgpu.barrier_wait(self.taken)
         number = slot[TAKEN]
         tile = scheduler.tile_of(jnp.minimum(number, scheduler.number - 1), self.order)
-        first, head, batch = self.plan.placed(*scheduler.place(tile))
         slot[TILE] = tile
-        for i, bound in enumerate(self.plan.block_range(first, head, batch, self.mask_info)):
+        of_tile = placed(self.mask_info, self.plan, *self.plan.placed(*scheduler.place(tile)))
+        for i, bound in enumerate(of_tile.block_range()):
             slot[RANGE + i] = bound
+        if (hides := of_tile.hides()) is not None:
+            slot[HIDES] = hides.astype(jnp.int32)
         plgpu.barrier_arrive(self.full.at[stage_of(n, SLOTS)])
         return number < scheduler.number
 
@@ -97,7 +109,8 @@ class TileQueue(NamedTuple):
         """The n-th work tile."""
         slot = self.slots.at[stage_of(n, SLOTS)]
         block_range = lambda: BlockRanges(*(slot[RANGE + i] for i in range(len(BlockRanges._fields))))
-        return WorkTile(*self.plan.placed(*self.plan.scheduler.place(slot[TILE])), block_range)
+        hides = lambda: None if self.mask_info.hidden_columns is None else slot[HIDES] > 0
+        return WorkTile(*self.plan.placed(*self.plan.scheduler.place(slot[TILE])), block_range, hides)
 
 
 def scratch_of_queue(plan: Plan) -> dict[str, Any]:
