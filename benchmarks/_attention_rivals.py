@@ -39,7 +39,7 @@ def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Seque
         of_torch("torch cudnn", lambda: _torch(shape, "CUDNN_ATTENTION"), mode, given),
         of_torch("torch flash", lambda: _torch(shape, "FLASH_ATTENTION"), mode, given),
         Contender("torch jvp_flash", lambda: _jvp_flash_attention(shape, mode, given)),
-        of_torch("FlashAttention-3", lambda: _flash_attention_3(shape, mode), mode, given),
+        of_torch("FlashAttention-3", lambda: _flash_attention_3(shape, mode, given), mode, given),
         Contender("ejkernel of PyPI", release, warm=release),
         of_earlier("flash_attention", ("q", "k", "v"), shape.options, mode, given),
     ]
@@ -141,15 +141,20 @@ def _torch(shape: AttentionShape, backend: str) -> Callable[..., Any]:
     return forward
 
 
-def _flash_attention_3(shape: AttentionShape, mode: str) -> Callable[..., Any]:
-    _refuse(shape, "FlashAttention-3, as it is called here,", "softcap", "sinks")
-    if mode != "fwd" or shape.window != (None, None):
-        raise Unavailable("FlashAttention-3 of vLLM's wheel is here for its forward without windows")
+def _flash_attention_3(shape: AttentionShape, mode: str, given: Inputs) -> Callable[..., Any]:
+    if mode != "fwd":
+        raise Unavailable("FlashAttention-3 of vLLM's wheel is here for its forward")
+    if shape.sinks > 1:
+        raise Unavailable("FlashAttention-3 has one sink for each head")
     torch = torch_on_gpu()
     attend = _vllm.flash_attention_3()
     ends = lambda length: torch.arange(0, (shape.batch + 1) * length, length, dtype=torch.int32, device="cuda")
     cu = dict(cu_q=ends(shape.seq_q), cu_k=ends(shape.seq_k), max_q=shape.seq_q, max_k=shape.seq_k)
-    options = dict(scale=shape.head_dim**-0.5, causal=shape.causal)
+    left, right = shape.window
+    options = dict(scale=shape.head_dim**-0.5, causal=shape.causal, softcap=shape.softcap or 0.0)
+    options["window"] = -1 if left is None else left, -1 if right is None else right
+    if shape.sinks:
+        options["sinks"] = torch.from_dlpack(given.others["sinks"][:, 0].astype(jnp.bfloat16))
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         with torch.no_grad():

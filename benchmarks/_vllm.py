@@ -34,6 +34,9 @@ def flash_attention_3() -> Callable[..., Any]:
         max_k: int,
         scale: float,
         causal: bool = True,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        sinks: Any = None,
         cu_k: Any = None,
         used: Any = None,
         table: Any = None,
@@ -41,7 +44,7 @@ def flash_attention_3() -> Callable[..., Any]:
     ) -> Any:
         return fa3.fwd(
             q, k, v, None, None, None, None, cu_q, cu_k, None, None, used, max_q, max_k, table,
-            *[None] * 8, scale, causal, -1, -1, 0.0, True, plan, 0, None, 0, None, 1, 0, None,
+            *[None] * 8, scale, causal, *window, softcap, True, plan, 0, None, 0, sinks, 1, 0, None,
         )[0]  # fmt: skip
 
     return attend

@@ -30,6 +30,8 @@ def steps(name: str, batches: int, n: int):
         starts[:, 0], starts[:, -1] = 0, TOKENS
     elif name == "one long sequence":
         starts[:, 1:] = TOKENS
+    elif name == "decodes alone":
+        starts = 3 * np.arange(n + 1) + np.zeros((batches, 1), int)
     elif name == "anything":
         starts = rng.integers(-400, 800, (batches, n + 1))
         context, count = rng.integers(-400, 2**31 - 1, (batches, n)), rng.integers(-3, n + 4, (batches, 1))
@@ -38,7 +40,8 @@ def steps(name: str, batches: int, n: int):
 
 
 NAMES = (
-    "some tokens", "no sequences", "fewer sequences", "equal contexts", "all tokens", "one long sequence", "anything",
+    "some tokens", "no sequences", "fewer sequences", "equal contexts", "all tokens", "one long sequence",
+    "decodes alone", "anything",
 )  # fmt: skip
 
 
@@ -54,7 +57,7 @@ def test_tables(name, batches, n, block_q, least, left, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("most_keys, least_decodes", [(2**31 - 1, 1), (300, 2), (300, 6)])
 def test_decodes_beside_prefills(name, most_keys, least_decodes, monkeypatch):
-    """Of up to so many keys, if there are enough, and behind the tiles of all others."""
+    """Of up to so many keys, if there are enough and prefills too, and behind the tiles of all others."""
     check(steps(name, 2, 9), 16, 40, 100, monkeypatch, most_keys, least_decodes)
 
 

@@ -20,7 +20,8 @@ def work_tiles(
     length = jnp.diff(bounds)
     is_decode = (number[:-2] < count) & (length > 0) & (length < least) & (context_lens <= most_keys)
     is_decode &= most_keys > 0
-    has_decodes = jnp.sum(is_decode) >= max(1, least_decodes)
+    is_prefill = (number[:-2] < count) & (length >= least) & (context_lens > 0)
+    has_decodes = is_prefill.any() & (jnp.sum(is_decode) >= max(1, least_decodes))
     is_decode &= has_decodes
     length = jnp.where((number[:-2] < count) & (length >= least) | is_decode, length, 0)
     length = jnp.concatenate([length, begin, tokens - end], 1)

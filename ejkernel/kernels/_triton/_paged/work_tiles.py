@@ -26,8 +26,8 @@ class TileSchedule:
         left: how many keys before its own a token sees; None for all.
         keys: slots of a sequence.
         most_tiles: places of the table.
-        most_keys, least_decodes: decodes of up to so many keys have tiles too, if there are so many of them; 0 for
-            none.
+        most_keys, least_decodes: decodes of up to so many keys have tiles too, beside prefills and if there are so many
+            of them; 0 for none.
     """
 
     B: int
@@ -87,13 +87,16 @@ def work_tiles_kernel(
 
 @triton.jit
 def keys_of_decodes(context_lens, starts, num_seqs, schedule: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Decodes of up to so many keys have tiles; less than there can be if none do."""
-    decodes = 0
+    """Decodes of up to so many keys have tiles, beside prefills; less than there can be if none do."""
+    decodes, prefills = 0, 0
     for first in tl.range(0, schedule.B * (schedule.N + 2), SEQUENCES):
         index = first + tl.arange(0, SEQUENCES)
-        _, _, _, _, is_decode = sequence_of(index, context_lens, starts, num_seqs, schedule.most_keys, schedule)
+        _, _, length, context, is_decode = sequence_of(
+            index, context_lens, starts, num_seqs, schedule.most_keys, schedule
+        )
         decodes += tl.sum(is_decode)
-    has_tiles = (decodes > 0) & (decodes >= schedule.least_decodes)
+        prefills += tl.sum(((length > 0) & (context > 0) & (is_decode == 0)).to(tl.int32))
+    has_tiles = (prefills > 0) & (decodes > 0) & (decodes >= schedule.least_decodes)
     return tl.where(has_tiles, schedule.most_keys, _BEFORE_ALL)
 
 

@@ -43,13 +43,15 @@ LONG = {
     320: (4096, 8192),
 }
 MOST_OF_SHORT = 224
+# From this number of keys on blocks of 96 are the first choice for 64 features: they spill, but outside of the loop.
+LEAST_OF_96 = 2048
 # (block_q, block_k, num_stages) by the columns of k and v beside one another (`_columns`), the likeliest first. A
 # thread has registers for V / 2 sums, block_k / 2 logits and block_k / 4 for weights: 128 in all at most of the 160 of
 # three consumers, 192 of the 232 of two.
 CONFIGS = {
     "flash_attention": {
         64: ((192, 64, 4), (128, 128, 4), (192, 128, 2)),
-        128: ((192, 64, 4), (192, 64, 2), (128, 128, 4)),
+        128: ((192, 96, 3), (192, 64, 4), (192, 64, 2), (128, 128, 4)),
         160: ((192, 64, 4), (192, 64, 3), (128, 128, 2)),
         192: ((192, 64, 4), (192, 96, 2), (128, 128, 2)),
         224: ((192, 64, 3), (192, 64, 2), (128, 128, 2)),
@@ -100,7 +102,8 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
         candidates = [blocks for blocks in candidates if blocks[1] in taken]
     if kernel == "flash_attention_bwd" and operands.bias is not None:
         candidates = _beside_bias(candidates, D, V)
-    candidates = sorted(candidates, key=lambda blocks: blocks[0] > most)
+    few_keys = operands.k.shape[1] < LEAST_OF_96 and size <= 128
+    candidates = sorted(candidates, key=lambda blocks: (blocks[0] > most, few_keys and blocks[1] == 96))
     return [
         KernelConfig(
             block_q=block_q,
@@ -226,11 +229,11 @@ def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec, 
     if operation == "flash_attention_bwd":
         few = segmented or has_pairs(operands) or spec.softcap is not None
         return 64 if few else 128
-    if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
-        return 128
-    if operands.bias is not None and operands.mask is not None:
-        return 128
     (B, S, H, D), V = operands.q.shape, operands.v.shape[3]
+    if spec.window[0] is not None or (operands.bias is not None and operands.mask is not None):
+        return 128
+    if segmented or operands.cu_seqlens_q is not None:
+        return 192 if _columns(D, V) <= 128 and LONG[64][1] <= S else 128
     tiles = math.ceil(S / 192)
     fills = tiles * 192 <= math.ceil(S / 128) * 128 and B * H * tiles >= (target.core_count or DEFAULT_CORE_COUNT)
     if fills and not spec.causal and not spec.batch_invariant and _columns(D, V) <= MOST_OF_SHORT:

@@ -179,14 +179,16 @@ class DynamicTileScheduler:
         return self.heads - min(self.heads, -(-UNPAIRED * self.processors // self.tiles))
 
     def order(self, costs: Array) -> Array:
-        """The work tiles of the last heads in the order in which they are computed, by their costs [heads, tiles]."""
-        return self.in_order * self.tiles + longest_first(costs[self.in_order :].reshape(-1))
+        """The tiles of the last heads, numbered from 0, in the order in which they are computed, by their costs
+        [heads, tiles].
+        """
+        return longest_first(costs[self.in_order :].reshape(-1))
 
     def tile_of(self, number: Array, order: Any) -> Array:
         """The work tile that is computed as the n-th of all, from the table `order`."""
         before = self.in_order * self.tiles
         of_last = order[jnp.clip(number - before, 0, self.number - before - 1)]
-        return lax.select(number < before, number, of_last)
+        return lax.select(number < before, number, before + of_last)
 
     def place(self, tile: Array) -> tuple[Array, Array]:
         """The index in its head, and the head, of a work tile."""
