@@ -8,7 +8,7 @@ every contender is compared with the formula in float64 before it is timed.
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -103,25 +103,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def case(shape: Packed, mode: str) -> Case:
     """Ours by the ends of sequences and by segment ids, then the rivals."""
-    given = inputs(shape, jnp.dtype("bfloat16"))
+    given = replace(inputs(shape, jnp.dtype("bfloat16")), others=tables(shape))
     contenders: list[Contender] = [
         *of_ours("flash_attention", ["auto"], partial(_ours, shape), mode, given),
-        of_jax("ejkernel segment ids", lambda: _segments(shape), mode, given),
+        of_jax("ejkernel segment ids", lambda: _segments(shape), mode, given, "flash_attention", ours=True),
         of_torch("FlashAttention-3", lambda: _flash_attention_3(shape, mode), mode, given),
         of_torch("torch varlen", lambda: _torch(shape), mode, given),
     ]
     return Case(contenders, cache(partial(check, shape, mode, given)))
 
 
+def tables(shape: Packed) -> dict[str, Array]:
+    """The ends of sequences and the number of each token's, arguments of a program as they are in training."""
+    ids = np.repeat(np.arange(len(shape.lengths), dtype=np.int32), shape.lengths)
+    return dict(ends=jnp.asarray(shape.ends), ids=jnp.asarray(ids)[None])
+
+
 def _ours(shape: Packed, platform: str | None) -> Callable[..., Array]:
-    ends, config = jnp.asarray(shape.ends), None if platform is None else dict(platform=platform)
-    return partial(flash_attention, causal=shape.causal, cu_seqlens_q=ends, cu_seqlens_k=ends, config=config)
+    attend = partial(flash_attention, causal=shape.causal, config=None if platform is None else dict(platform=platform))
+    return lambda *x, ends, ids: attend(*x, cu_seqlens_q=ends, cu_seqlens_k=ends)
 
 
 def _segments(shape: Packed) -> Callable[..., Array]:
-    ids = jnp.asarray(np.repeat(np.arange(len(shape.lengths), dtype=np.int32), shape.lengths))[None]
-    attend = partial(flash_attention, causal=shape.causal, q_segment_ids=ids, kv_segment_ids=ids)
-    return lambda *x: attend(*(a[None] for a in x))[0]
+    attend = partial(flash_attention, causal=shape.causal)
+    return lambda *x, ends, ids: attend(*(a[None] for a in x), q_segment_ids=ids, kv_segment_ids=ids)[0]
 
 
 def _flash_attention_3(shape: Packed, mode: str) -> Callable[..., Any]:
