@@ -39,13 +39,14 @@ class HiddenRows(NamedTuple):
 
 def hidden_rows(masked: Array, block: int, block_ranges: Array | None = None) -> HiddenRows:
     """Of rows [b?,1,n] bool, in blocks of `block`, which tiles with `block_ranges` [b?,1,tiles,4] stream, if given."""
-    rows = jnp.pad(masked[:, 0], ((0, 0), (0, -masked.shape[2] % block)))
-    blocks, tiles = rows.reshape(len(rows), -1, block).any(2), None
+    # int32 from the start: XLA would convert the rows in a kernel of its own.
+    rows = jnp.pad(masked[:, 0].astype(jnp.int32), ((0, 0), (0, -masked.shape[2] % block)))
+    blocks, tiles = rows.reshape(len(rows), -1, block).max(2), None
     if block_ranges is not None:
         begin, end = (block_ranges[:, 0, :, n, None] for n in range(2))
         number = jnp.arange(blocks.shape[1], dtype=jnp.int32)
-        tiles = (blocks[:, None] & (begin <= number) & (number < end)).any(2).astype(jnp.int32)
-    return HiddenRows(rows.astype(jnp.int32), blocks.astype(jnp.int32), tiles)
+        tiles = jnp.where((begin <= number) & (number < end), blocks[:, None], 0).max(2)
+    return HiddenRows(rows, blocks, tiles)
 
 
 def load_visible(
