@@ -9,7 +9,7 @@ from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands, O
 from ejkernel.types.recurrence import RecurrenceConfig
 from tests.gpu.gated_delta_cases import CASES, Case, check_all, differentiable
 
-from .tpu_compiler import TARGETS, compiled
+from .tpu_compiler import TARGETS, by_generation, compile_recurrence
 from .tpu_interpreter import interpreted
 
 forward, backward, tangent = (
@@ -77,17 +77,9 @@ CALLS = {
 SPEC = GatedDeltaRuleSpec(softmax_scale=128**-0.5)
 
 
-@pytest.mark.parametrize(
-    "generation", [pytest.param(name, marks=() if name == "tpu7x" else pytest.mark.slow) for name in TARGETS]
-)
+@by_generation
 @pytest.mark.parametrize("name", [quick(name, name) for name in CALLS])
 def test_the_compilers_take_them(name, generation):
-    """Every config for one generation, and the heuristic one for the others."""
-    pytest.importorskip("libtpu")
     x = CALLS[name]
-    wrt, ct = differentiable(x), Outputs(x.v, x.initial_state)
-    for config in forward.space(SPEC, x, TARGETS[generation])[: None if generation == "v5e" else 1]:
-        how = dict(spec=SPEC, config=config)
-        compiled(lambda *x, how=how: forward(*x, **how), generation, *x)
-        compiled(lambda x, ct, how=how: backward(x, None, ct, wrt=wrt, **how), generation, x, ct)
-        compiled(lambda x, dot, how=how: tangent(x, None, dot, **how), generation, x, x._replace(spans=None))
+    kernels, ct = (forward, backward, tangent), Outputs(x.v, x.initial_state)
+    compile_recurrence(kernels, generation, SPEC, x, ct, differentiable(x))

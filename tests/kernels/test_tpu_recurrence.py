@@ -11,7 +11,7 @@ from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
 from ejkernel.types.recurrence import RecurrenceConfig
 from tests.gpu.recurrence_cases import Case, check, differentiable, formula, like, normal, poisoned
 
-from .tpu_compiler import TARGETS, compiled
+from .tpu_compiler import TARGETS, by_generation, compile_recurrence
 from .tpu_interpreter import interpreted
 
 forward, backward, tangent = (
@@ -84,20 +84,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "generation", [pytest.param(name, marks=() if name == "tpu7x" else pytest.mark.slow) for name in TARGETS]
-)
+@by_generation
 @pytest.mark.parametrize("name", [quick(name, name) for name in CALLS])
 def test_the_compilers_take_them(name, generation):
-    """Every config for one generation, and the heuristic one for the others."""
-    pytest.importorskip("libtpu")
     x, spec = CALLS[name], RecurrenceSpec()
-    wrt, run = differentiable(x), lambda *x, config: forward(*x, spec=spec, config=config)
     ct = jax.eval_shape(lambda *x: kernel_registry.find("recurrent", "xla").implementation(*x, spec=spec), *x)
-    for config in forward.space(spec, x, TARGETS[generation])[: None if generation == "v5e" else 1]:
-        compiled(lambda *x, config=config: run(*x, config=config), generation, *x)
-        compiled(
-            lambda x, ct, config=config: backward(x, None, ct, wrt=wrt, spec=spec, config=config), generation, x, ct
-        )
-        moving = x._replace(spans=None)
-        compiled(lambda x, t, config=config: tangent(x, None, t, spec=spec, config=config), generation, x, moving)
+    compile_recurrence((forward, backward, tangent), generation, spec, x, ct, differentiable(x))

@@ -9,7 +9,7 @@ from ejkernel.primitives.state_space_v2 import Operands, Outputs
 from ejkernel.types.recurrence import RecurrenceConfig
 from tests.gpu.state_space_cases import CASES, SPEC, Case, check_all, differentiable
 
-from .tpu_compiler import TARGETS, compiled
+from .tpu_compiler import TARGETS, by_generation, compile_recurrence
 from .tpu_interpreter import interpreted
 
 forward, backward, tangent = (
@@ -67,17 +67,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "generation", [pytest.param(name, marks=() if name == "tpu7x" else pytest.mark.slow) for name in TARGETS]
-)
+@by_generation
 @pytest.mark.parametrize("name", [quick(name, name) for name in CALLS])
 def test_the_compilers_take_them(name, generation):
-    """Every config for one generation, and the heuristic one for the others."""
-    pytest.importorskip("libtpu")
     x = CALLS[name]
-    wrt, ct = differentiable(x), Outputs(x.x, x.initial_state)
-    for config in forward.space(SPEC, x, TARGETS[generation])[: None if generation == "v5e" else 1]:
-        compiled(lambda *x, config=config: forward(*x, config=config), generation, *x)
-        compiled(lambda x, ct, config=config: backward(x, None, ct, wrt=wrt, config=config), generation, x, ct)
-        moving = x._replace(spans=None)
-        compiled(lambda x, t, config=config: tangent(x, None, t, config=config), generation, x, moving)
+    kernels, ct = (forward, backward, tangent), Outputs(x.x, x.initial_state)
+    compile_recurrence(kernels, generation, SPEC, x, ct, differentiable(x))

@@ -2,8 +2,11 @@
 
 import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import pytest
 from jax.experimental import topologies
 
 from ejkernel.types import Target
@@ -32,3 +35,19 @@ def compiled(function, generation: str, *arguments):
     on_device = jax.sharding.SingleDeviceSharding(device(generation))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), arguments)
     return jax.jit(function).trace(*shapes).lower(lowering_platforms=("tpu",)).compile()
+
+
+by_generation = pytest.mark.parametrize(
+    "generation", [pytest.param(name, marks=() if name == "tpu7x" else pytest.mark.slow) for name in TARGETS]
+)
+
+
+def compile_recurrence(kernels: tuple[Callable, ...], generation: str, spec: Any, x: Any, ct: Any, wrt: tuple) -> None:
+    """Compiles forward, backward and tangent, by every config for a v5e, and by the heuristic one for the others."""
+    pytest.importorskip("libtpu")
+    forward, backward, tangent = kernels
+    for config in forward.space(spec, x, TARGETS[generation])[: None if generation == "v5e" else 1]:
+        how = dict(spec=spec, config=config)
+        compiled(lambda *x, how=how: forward(*x, **how), generation, *x)
+        compiled(lambda x, ct, how=how: backward(x, None, ct, wrt=wrt, **how), generation, x, ct)
+        compiled(lambda x, dot, how=how: tangent(x, None, dot, **how), generation, x, x._replace(spans=None))
