@@ -59,6 +59,11 @@ class Packed(Shape):
         """Where the sequences begin, and the end of the last, int32."""
         return np.cumsum([0, *self.lengths]).astype(np.int32)
 
+    @property
+    def ids(self) -> np.ndarray:
+        """The number of each token's sequence, int32."""
+        return np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
+
     def work(self, mode: str) -> float:
         """FLOPs."""
         pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
@@ -115,8 +120,7 @@ def case(shape: Packed, mode: str) -> Case:
 
 def tables(shape: Packed) -> dict[str, Array]:
     """The ends of sequences and the number of each token's, arguments of a program as they are in training."""
-    ids = np.repeat(np.arange(len(shape.lengths), dtype=np.int32), shape.lengths)
-    return dict(ends=jnp.asarray(shape.ends), ids=jnp.asarray(ids)[None])
+    return dict(ends=jnp.asarray(shape.ends), ids=jnp.asarray(shape.ids)[None])
 
 
 def _ours(shape: Packed, platform: str | None) -> Callable[..., Array]:
@@ -157,11 +161,10 @@ def _torch(shape: Packed) -> Callable[..., Any]:
 
 def check(shape: Packed, mode: str, given: Inputs) -> Check:
     """Judges the first key/value head with all of its queries."""
-    number = jnp.asarray(np.repeat(np.arange(len(shape.lengths)), shape.lengths))
-    columns = jnp.arange(len(number))
+    ids, columns = jnp.asarray(shape.ids), jnp.arange(sum(shape.lengths))
 
     def visible(i: Array) -> Array:
-        return (number == number[i]) & ((columns <= i) if shape.causal else True)
+        return (ids == ids[i]) & ((columns <= i) if shape.causal else True)
 
     formula = lambda q, k, v: _referee.attention(q, k[:, 0], v[:, 0], visible, scale=shape.features**-0.5)
     of_one = Inputs(tuple(x[None] for x in given.operands), given.cotangent[None], ())

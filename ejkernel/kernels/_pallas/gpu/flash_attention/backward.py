@@ -97,7 +97,7 @@ def _splits_for_cache(plan: Plan) -> int:
     """Those whose dk and dv take no more memory than dq; 1 where it has not been measured, or tiles are alike."""
     problem = plan.problem
     causal = (problem.low is None) != (problem.high is None)
-    if plan.deterministic or not causal or problem.packed or problem.segmented:
+    if plan.deterministic or not causal or problem.masked_by_arrays:
         return 1
     of_query = (problem.D + problem.V) * problem.dtype.itemsize + 4 * problem.D
     most = problem.H * problem.S * problem.D / (problem.G * problem.K * (problem.D + problem.V))

@@ -76,7 +76,7 @@ class Plan:
     @property
     def zeroes_hidden(self) -> bool:
         """Whether the producer overwrites fully masked rows in shared memory; otherwise device memory has zeros."""
-        return (self.problem.packed or self.problem.segmented) and not (self.listed or self.mask)
+        return self.problem.masked_by_arrays and not (self.listed or self.mask)
 
     @property
     def tiles(self) -> int:

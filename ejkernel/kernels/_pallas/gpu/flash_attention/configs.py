@@ -232,11 +232,11 @@ def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec, 
     (B, S, H, D), V = operands.q.shape, operands.v.shape[3]
     if spec.window[0] is not None or (operands.bias is not None and operands.mask is not None):
         return 128
+    long = next((LONG[size] for size in LONG if _columns(D, V) <= size), (0, 0))
     if segmented or operands.cu_seqlens_q is not None:
-        return 192 if _columns(D, V) <= 128 and LONG[64][1] <= S else 128
+        return 192 if _columns(D, V) <= 128 and long[True] <= S else 128
     tiles = math.ceil(S / 192)
     fills = tiles * 192 <= math.ceil(S / 128) * 128 and B * H * tiles >= (target.core_count or DEFAULT_CORE_COUNT)
     if fills and not spec.causal and not spec.batch_invariant and _columns(D, V) <= MOST_OF_SHORT:
         return 192
-    long = next((LONG[size] for size in LONG if _columns(D, V) <= size), (0, 0))
     return 192 if long[spec.causal] <= S else 128

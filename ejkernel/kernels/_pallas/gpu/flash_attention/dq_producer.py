@@ -90,9 +90,8 @@ def _load(
     q_full, do_full = (barrier.at[stage_of(step, plan.stages)] for barrier in (tiles.q_full, tiles.do_full))
     block, head = keys.place(step)
     batch, rows, stage = keys.batch, pl.ds(block * plan.block_q, plan.block_q), stage_of(step, plan.stages)
-    hidden, masked = None, keys.mask_info and keys.mask_info.hidden_columns
-    if hides is not None:
-        hidden = masked.of_block(batch, block, asked=hides)
+    masked = keys.mask_info and keys.mask_info.hidden_columns
+    hidden = masked and masked.of_streamed_block(hides, batch, block)
     load_tile = partial(load_visible, hidden, masked, batch, rows.start)
     load_tile(landed[0], tiles.q, stage, lambda of_part: q.at[batch, rows, head, of_part], problem.D, q_full)
     plgpu.copy_gmem_to_smem(start.at[batch, head, rows], tiles.start.at[stage], q_full)

@@ -265,15 +265,15 @@ def _load(
             if plan.bias:
                 of_bias = pairs.tile_of_bias(batch, head, rows, keys)
                 plgpu.copy_gmem_to_smem(of_bias, tiles.bias.copies[0].at[stage], tiles.bias_full.at[stage])
+            v_full = tiles.v_full.at[stage]
             if plan.e4m3:  # of which the keys are innermost, in one part
-                plgpu.copy_gmem_to_smem(
-                    v.at[batch, kv_head, :, keys], tiles.v.parts[0].at[stage], tiles.v_full.at[stage]
-                )
+                plgpu.copy_gmem_to_smem(v.at[batch, kv_head, :, keys], tiles.v.parts[0].at[stage], v_full)
             else:
                 of_values = lambda part: v.at[batch, keys, kv_head, part]
-                hidden = None if hides is None else mask_info.hidden_columns.of_block(batch, block, asked=hides)
-                of_stage = tiles.v, stage, of_values, plan.problem.V, tiles.v_full.at[stage]
-                load_visible(hidden, mask_info and mask_info.hidden_columns, batch, keys.start, landed, *of_stage)
+                masked = mask_info and mask_info.hidden_columns
+                hidden = masked and masked.of_streamed_block(hides, batch, block)
+                of_stage = tiles.v, stage, of_values, plan.problem.V, v_full
+                load_visible(hidden, masked, batch, keys.start, landed, *of_stage)
             return step + 1
 
         return lax.fori_loop(0, block_range.end - block_range.begin, stream, step)
@@ -282,14 +282,14 @@ def _load(
         lax.fori_loop(0, work_tiles, one, jnp.int32(0))
         return
 
-    def taken(state):
+    def load_and_take(state):
         n, _, step = state
         number = work_tiles.take()  # while this work tile is loaded
         step = one(n, step)
         return n + 1, work_tiles.pass_on(n + 1, number), step
 
-    is_one = work_tiles.pass_on(jnp.int32(0), lax.axis_index("block"))
-    lax.while_loop(lambda state: state[1], taken, (jnp.int32(0), is_one, jnp.int32(0)))
+    has_tile = work_tiles.pass_on(jnp.int32(0), lax.axis_index("block"))
+    lax.while_loop(lambda state: state[1], load_and_take, (jnp.int32(0), has_tile, jnp.int32(0)))
 
 
 def _keys(k, k_rope, batch: Array, keys: pl.Slice, head: Array, part: pl.Slice):

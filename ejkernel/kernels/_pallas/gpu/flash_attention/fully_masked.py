@@ -41,7 +41,7 @@ def fully_masked(visibility: Visibility) -> Array:
     start = high if high is not None else low or 0
     band = -everywhere if low is None else low, everywhere if high is None else high, start
     visible = launch(
-        partial(_kernel, of_rows=(visibility.q_len, visibility.kv_len)),
+        partial(_kernel, length=visibility.kv_len),
         "flash_attention_fully_masked",
         (rows, columns, jnp.array(band, jnp.int32)),
         out_type=jax.ShapeDtypeStruct((batch, count), jnp.int32),
@@ -52,10 +52,10 @@ def fully_masked(visibility: Visibility) -> Array:
     return (visible == 0)[:, None, : visibility.q_len]
 
 
-def _kernel(rows, columns, band, visible, *, of_rows: tuple[int, int], visible_tile):
+def _kernel(rows, columns, band, visible, *, length: int, visible_tile):
     tiles = np.int32(rows.shape[1] // ROWS)
     batch, first = lax.div(lax.axis_index("block"), tiles), lax.rem(lax.axis_index("block"), tiles) * ROWS
-    low, high, last = band[0], band[1], np.int32(of_rows[1] - 1)
+    low, high, last = band[0], band[1], np.int32(length - 1)
     begin = lax.div(jnp.clip(first + low, 0, last), np.int32(BLOCK))
     end = lax.div(jnp.clip(first + ROWS - 1 + high, 0, last), np.int32(BLOCK)) + 1
     start = jnp.clip(lax.div(jnp.clip(first + band[2], 0, last), np.int32(BLOCK)), begin, end - 1) - begin

@@ -31,10 +31,14 @@ class HiddenRows(NamedTuple):
         """In a kernel: whether a tile streams a block with hidden rows."""
         return self.tiles[_batch(self.tiles, batch), tile] > 0
 
-    def of_block(self, batch: Array, block: Array, asked: Array | bool = True) -> Array:
-        """In a kernel: whether a block has hidden rows; not read from memory where it is not `asked`."""
+    def of_block(self, batch: Array, block: Array) -> Array:
+        """In a kernel: whether a block has hidden rows."""
+        return self.blocks[_batch(self.blocks, batch), block] > 0
+
+    def of_streamed_block(self, tile_has: Array, batch: Array, block: Array) -> Array:
+        """The same, where it is known whether the tile that streams the block has any: if not, nothing is read."""
         read = lambda: self.blocks[_batch(self.blocks, batch), block]
-        return (read() if asked is True else lax.cond(asked, read, lambda: jnp.int32(0))) > 0
+        return lax.cond(tile_has, read, lambda: jnp.int32(0)) > 0
 
 
 def hidden_rows(masked: Array, block: int, block_ranges: Array | None = None) -> HiddenRows:

@@ -65,8 +65,8 @@ def consume(
     def compute_work_tile(work_tile, carried):
         tile = tile_of(work_tile)
         next_tile = lambda: tile_of(work_tile + 1)
-        is_one = lambda: _is_one(work_tiles, work_tile + 1)
-        acc, statistics, more, carried = mainloop(shared, tile, next_tile, work_tile, is_one, carried, plan)
+        has_next = lambda: _has_tile(work_tiles, work_tile + 1)
+        acc, statistics, more, carried = mainloop(shared, tile, next_tile, work_tile, has_next, carried, plan)
         store(work_tile, tile, acc, statistics)
         return more, carried
 
@@ -80,7 +80,7 @@ def consume(
     lax.fori_loop(0, work_tiles, one, prologue(shared, tile_of(jnp.int32(0)), plan))
 
 
-def _is_one(work_tiles: Array | TileQueue, n: Array) -> Array:
+def _has_tile(work_tiles: Array | TileQueue, n: Array) -> Array:
     """Whether the thread block has an n-th work tile."""
     return work_tiles.await_tile(n) if isinstance(work_tiles, TileQueue) else n < work_tiles
 
@@ -272,7 +272,7 @@ def _block(tile: ConsumerTile, i: Array | int) -> Array:
 def _block_inputs(tile: ConsumerTile, i: Array | int, plan: Plan, masked: bool) -> BlockInputs:
     unit = Unit(1.0, 0) if tile.units is None else tile.units.of(_block(tile, i))
     mask = None
-    if masked and (plan.problem.packed or plan.problem.segmented):
+    if masked and plan.problem.masked_by_arrays:
         mask = loaded(tile.view, _block(tile, i) * plan.block_k, (ROWS, plan.block_k))
     if tile.pairs is None:
         return BlockInputs(unit, (), mask)

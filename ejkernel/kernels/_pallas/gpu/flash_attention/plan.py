@@ -69,12 +69,12 @@ class Plan:
     @property
     def costs_are_traced(self) -> bool:
         """Whether arrays decide how many blocks of keys a work tile has."""
-        return self.listed or self.problem.packed or self.problem.segmented
+        return self.listed or self.problem.masked_by_arrays
 
     @property
     def zeroes_hidden(self) -> bool:
         """Whether the producer overwrites hidden values in shared memory; otherwise they are zero in device memory."""
-        return (self.problem.packed or self.problem.segmented) and not (self.listed or self.mask or self.e4m3)
+        return self.problem.masked_by_arrays and not (self.listed or self.mask or self.e4m3)
 
     @property
     def queued(self) -> bool:

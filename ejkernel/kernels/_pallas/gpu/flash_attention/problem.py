@@ -75,9 +75,14 @@ class Problem:
         return LOG2_E * (self.scale if self.softcap is None else self.softcap)
 
     @property
+    def masked_by_arrays(self) -> bool:
+        """Whether ends of sequences or segment ids mask more than the band does."""
+        return self.packed or self.segmented
+
+    @property
     def cut(self) -> bool:
         """Whether blocks other than the last may be partial ones, which need a mask."""
-        return self.low is not None or self.high is not None or self.packed or self.segmented
+        return self.low is not None or self.high is not None or self.masked_by_arrays
 
     @property
     def most_keys(self) -> int:
@@ -159,7 +164,7 @@ def after_first(block_range: BlockRanges, compute: Callable, carry: Any, problem
     )
     if not problem.cut:
         return lax.fori_loop(jnp.maximum(begin_whole, 1), end_whole, whole, carry)
-    if problem.low is None and not problem.packed and not problem.segmented:
+    if problem.low is None and not problem.masked_by_arrays:
         carry = lax.fori_loop(1, begin_whole, masked, carry)
         return lax.fori_loop(jnp.maximum(begin_whole, 1), end_whole, whole, carry)
     after = jnp.maximum(end_whole, 1)

@@ -51,10 +51,10 @@ def table_of(mask_info: MaskInfo | None, plan: Plan) -> Array | None:
 
 def numbered(longest_first: Any, mask_info: MaskInfo | None, plan: Plan, n: Array) -> WorkTile:
     """The n-th work tile of this thread block, where it is known beforehand."""
-    return placed(mask_info, plan, *plan.tile(n, longest_first))
+    return _work_tile(mask_info, plan, *plan.tile(n, longest_first))
 
 
-def placed(mask_info: MaskInfo | None, plan: Plan, first: Array, head: Array, batch: Array) -> WorkTile:
+def _work_tile(mask_info: MaskInfo | None, plan: Plan, first: Array, head: Array, batch: Array) -> WorkTile:
     """The work tile of these queries."""
     hidden = None if mask_info is None else mask_info.hidden_columns
     hides = lambda: None if hidden is None else hidden.of_tile(batch, lax.div(first, np.int32(plan.block_q)))
@@ -90,7 +90,7 @@ class TileQueue(NamedTuple):
         number = slot[TAKEN]
         tile = scheduler.tile_of(jnp.minimum(number, scheduler.number - 1), self.order)
         slot[TILE] = tile
-        of_tile = placed(self.mask_info, self.plan, *self.plan.placed(*scheduler.place(tile)))
+        of_tile = _work_tile(self.mask_info, self.plan, *self.plan.placed(*scheduler.place(tile)))
         for i, bound in enumerate(of_tile.block_range()):
             slot[RANGE + i] = bound
         if (hides := of_tile.hides()) is not None:
