@@ -74,5 +74,5 @@ def load_parts(tiles: Tiles, stage: Any, source: Callable[[pl.Slice], Any], feat
 
 
 def _dynamic(start: int) -> Any:
-    """Pallas takes no slice that is known to end beyond an array, unless it begins at 0."""
-    return start and lax.axis_index("block") * 0 + start
+    """Pallas takes no slice that is known to end beyond an array; before JAX 0.12 it took one that begins at 0."""
+    return lax.axis_index("block") * 0 + start
