@@ -106,7 +106,9 @@ def work_list(rows: Rows, workers: int) -> Array:
     partial = jnp.where(splits > 1, splits, 0)
     slots = jnp.cumsum(partial, dtype=jnp.int32) - partial
     item = jnp.arange(count * per_row, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(ends, item, side="right").astype(jnp.int32), count - 1)
+    # Unrolled, for a loop would be a launch for each step.
+    row = jnp.searchsorted(ends, item, side="right", method="scan_unrolled").astype(jnp.int32)
+    row = jnp.minimum(row, count - 1)
     of = Rows(*(x[row] for x in rows))
     is_work, parts = item < ends[-1], jnp.maximum(splits[row], 1)
     split = item - (ends[row] - splits[row])

@@ -179,7 +179,9 @@ def places_of(x: Operands, problem: Problem) -> Places:
     length = after - begin
     ends = jnp.cumsum((length + problem.C - 1) // problem.C, axis=1, dtype=np.int32)
     chunk = ends - (length + problem.C - 1) // problem.C
-    find = lambda ends: jnp.searchsorted(ends, jnp.arange(problem.chunks, dtype=np.int32), side="right")
+    number = jnp.arange(problem.chunks, dtype=np.int32)
+    # Unrolled, for a loop would be a launch for each step.
+    find = lambda ends: jnp.searchsorted(ends, number, side="right", method="scan_unrolled")
     owner = jax.vmap(find)(ends).astype(np.int32)
     mark = lambda begin, after: jnp.zeros(problem.S + 1, np.int32).at[begin].add(1).at[after].add(-1)
     covered = jnp.cumsum(jax.vmap(mark)(begin, after), axis=1)[:, :-1] > 0

@@ -93,7 +93,8 @@ def items_of(lists: Lists, problem: Problem) -> Items:
     query = jnp.broadcast_to(jnp.repeat(jnp.arange(s, dtype=jnp.int32), n), by_group.shape)
     slots, query = lax.sort((by_group, query), num_keys=1, is_stable=True)
     number = jnp.arange(problem.slots + 1, dtype=jnp.int32)
-    of_one = lambda of, at: jnp.searchsorted(of, at).astype(jnp.int32)
+    # Unrolled, for a loop would be a launch for each step.
+    of_one = lambda of, at: jnp.searchsorted(of, at, method="scan_unrolled").astype(jnp.int32)
     search = jax.vmap(jax.vmap(of_one, (0, None)), (0, None))
     starts = search(slots, number)  # where each slot begins in `query`
     needed = -(-(starts[..., 1:] - starts[..., :-1]) // ITEM)
