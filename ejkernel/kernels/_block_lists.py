@@ -4,18 +4,30 @@ A block is the n-th of its list if n kept blocks precede it. Lists are not sorte
 GPU takes as long as the attention over a few of the blocks.
 """
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 
-def entries_of(kept: Array) -> Array:
-    """The indices of the True entries, ascending and filled up with N: bool […,N] → int32 […,N]."""
-    through = jnp.cumsum(kept.reshape(-1, kept.shape[-1]), 1, dtype=jnp.int32)
-    place = jnp.arange(kept.shape[-1], dtype=jnp.int32)
-    # The n-th kept entry is the first at which the cumulative count is n + 1.
-    find = lambda row: jnp.searchsorted(row, place, side="right", method="scan_unrolled")
-    return jax.vmap(find)(through).astype(jnp.int32).reshape(kept.shape)
+def entries_of(kept: Array, most: int | None = None) -> Array:
+    """The indices of the True entries, ascending and filled up with N: bool […,N] → int32 […,N], or the `most` first.
+
+    The n-th kept entry is the first at which the cumulative count is n + 1. It is looked for among chunks of √N entries,
+    then in its chunk, each time by comparing with all: a binary search is more kernels of XLA.
+    """
+    entries = kept.shape[-1]
+    size = 1 << ((entries - 1).bit_length() + 1) // 2
+    chunks = -(-entries // size)
+    rows = jnp.pad(kept.reshape(-1, entries), ((0, 0), (0, chunks * size - entries))).reshape(-1, chunks, size)
+    within = jnp.cumsum(rows, 2, dtype=jnp.int32)
+    ends = jnp.cumsum(rows.sum(2, dtype=jnp.int32), 1)[:, None]
+    number = jnp.arange(entries if most is None else most, dtype=jnp.int32)
+    is_before = ends <= number[:, None]
+    chunk, before = is_before.sum(2, dtype=jnp.int32), jnp.where(is_before, ends, 0).max(2)
+    row = jnp.arange(len(rows), dtype=jnp.int32)[:, None] * chunks
+    of_chunk = within.reshape(-1, size)[row + jnp.minimum(chunk, chunks - 1)]
+    place = (of_chunk <= (number - before)[:, :, None]).sum(2, dtype=jnp.int32)
+    found = jnp.where(chunk < chunks, chunk * size + place, entries)
+    return found.reshape(*kept.shape[:-1], -1)
 
 
 def full_first(some: Array, full: Array) -> tuple[Array, Array, Array]:
@@ -23,11 +35,10 @@ def full_first(some: Array, full: Array) -> tuple[Array, Array, Array]:
 
     Full blocks, which need no mask, come first; both kinds are in ascending order.
     """
-    number = lax.broadcasted_iota(jnp.int32, some.shape, some.ndim - 1)
+    blocks = some.shape[-1]
     length, of_full = (kept.sum(-1, dtype=jnp.int32) for kept in (some, some & full))
-    of_both = entries_of(some & full), entries_of(some & ~full)
-    after = jnp.take_along_axis(of_both[1], jnp.maximum(number - of_full[..., None], 0), -1)
-    return length, of_full, jnp.where(number < of_full[..., None], of_both[0], after)
+    found = entries_of(jnp.concatenate((some & full, some & ~full), -1), blocks)
+    return length, of_full, jnp.where(found < blocks, found, found - blocks)
 
 
 def longest_first(lengths: Array) -> Array:

@@ -79,7 +79,7 @@ def test_what_it_takes(x, spec, reason):
     assert found is None if reason is None else reason in found
 
 
-@pytest.mark.parametrize("n", (1, 2, 7, 129))
+@pytest.mark.parametrize("n", (1, 2, 7, 16, 17, 129, 1000))
 def test_lists(n):
     rng = np.random.default_rng(n)
     kept, full = rng.random((2, 3, n)) < 0.3, rng.random((2, 3, n)) < 0.5
