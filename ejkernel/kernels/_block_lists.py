@@ -11,8 +11,8 @@ from jax import Array
 def entries_of(kept: Array, most: int | None = None) -> Array:
     """The indices of the True entries, ascending and filled up with N: bool […,N] → int32 […,N], or the `most` first.
 
-    The n-th kept entry is the first at which the cumulative count is n + 1. It is looked for among chunks of √N entries,
-    then in its chunk, each time by comparing with all: a binary search is more kernels of XLA.
+    The n-th kept entry is the first at which the cumulative count is n + 1. It is looked for among chunks of about √N
+    entries, then in its chunk, each time by comparing with all: a binary search takes XLA more kernels.
     """
     entries = kept.shape[-1]
     size = 1 << ((entries - 1).bit_length() + 1) // 2

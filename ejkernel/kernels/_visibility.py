@@ -199,14 +199,12 @@ class Visibility:
         """Which blocks of keys some query of a block may see, and which all see whole: bool [b?, q_blocks, k_blocks].
 
         `xp` as above, where there are no segment ids and no mask either. Queries after the end count as the last one.
-        What a block of queries sees of the band is NumPy's in any case.
         """
-        of_rows = np if self.cu_seqlens is None else jnp
+        of_rows = np if self.cu_seqlens is None else jnp  # constants, as the ranges of the band
         first, stop = (_in_blocks(x, block_q, xp=of_rows) for x in self.intervals(of_rows))
         start = xp.arange(-(-self.kv_len // block_k), dtype=xp.int32)[None, None] * block_k
-        end = xp.minimum(start + block_k, self.kv_len)
         least_first = of_rows.where(first < stop, first, self.kv_len).min(2)[:, :, None]
-        some = (least_first < end) & (start < stop.max(2)[:, :, None])
+        some = (least_first < xp.minimum(start + block_k, self.kv_len)) & (start < stop.max(2)[:, :, None])
         full = (first.max(2)[:, :, None] <= start) & (start + block_k <= stop.min(2)[:, :, None])
         if self.segment_ids is not None:
             shared, of_one = self._segment_blocks(block_q, block_k)
