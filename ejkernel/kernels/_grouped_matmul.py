@@ -39,14 +39,19 @@ def scale_cotangent(x: Operands, do: jax.Array, matrices: Callable[[jax.Array], 
 
     `matrices` takes do in the dtype of lhs. As dσ is float32, a wider do is a sum of numbers in that dtype: of what it
     is rounded to, and in the same way of what rounding leaves, which is multiplied by a power of two before, since it
-    may be too small for float16. (This is not computed by converting back and forth, which XLA may simplify to no
-    conversion, so that nothing is left.)
+    may be too small for float16. So may do itself, or too large: it is divided by the power of two of its greatest
+    number, and there is a second part for numbers far below that. (This is not computed by converting back and forth,
+    which XLA may simplify to no conversion, so that nothing is left.)
     """
-    limits, left, unscaled = jnp.finfo(x.lhs.dtype), do, 0
-    bits = limits.nmant + 1
-    for part in range(-(-(jnp.finfo(do.dtype).nmant + 1) // bits)):
+    limits, of_do, unit, unscaled = jnp.finfo(x.lhs.dtype), jnp.finfo(do.dtype), 1.0, 0
+    bits, left = limits.nmant + 1, do
+    parts = -(-(of_do.nmant + 1) // bits)
+    if of_do.nexp > limits.nexp:
+        unit, parts = _power_of_two(do - outside(do, x)), max(parts, 2)
+        left = (do / unit).astype(do.dtype)
+    for part in range(parts):
         rounded = jax.lax.reduce_precision(left, limits.nexp, limits.nmant)  # 0 if subnormal
-        unscaled += 2.0 ** (-bits * part) * matrices(rounded.astype(x.lhs.dtype))
+        unscaled += unit * 2.0 ** (-bits * part) * matrices(rounded.astype(x.lhs.dtype))
         left = 2.0**bits * (left - rounded)
     bounds = group_bounds(x.group_sizes, x.group_offset, x.rhs.shape[1], x.lhs.shape[1])
     used = (bounds[:, 1:] > bounds[:, :-1]).any(0 if unscaled.shape[0] == 1 else (), keepdims=True)
@@ -54,6 +59,13 @@ def scale_cotangent(x: Operands, do: jax.Array, matrices: Callable[[jax.Array], 
     dscale = jnp.where(used, unscaled * x.rhs.astype(jnp.float32), 0).sum(2)
     axes = [axis for axis, size in enumerate(x.rhs_scale.shape) if size < dscale.shape[axis]]
     return dscale.sum(axes, keepdims=True)
+
+
+def _power_of_two(x: jax.Array) -> jax.Array:
+    """The power of two by which the greatest finite number of x is at least 1 and less than 2, in float32."""
+    greatest = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(initial=0).astype(jnp.float32)
+    _, exponent = jnp.frexp(jnp.where(greatest > 0, greatest, 1.0))
+    return jnp.ldexp(jnp.float32(1), jnp.clip(exponent - 1, -126, 127))
 
 
 def scale_varies_alone(x: Operands) -> str | None:
