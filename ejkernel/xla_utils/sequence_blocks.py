@@ -6,6 +6,7 @@ Sequences are packed by `cu_seqlens` [n + 1]; without `cu_seqlens` there is one 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -34,6 +35,16 @@ def places(cu_seqlens: Array | None, queries: int, keys: int) -> Places:
     inside = (owner >= 0) & (owner < sequences)
     first = cuts[jnp.clip(owner, 0, sequences - 1)]
     return Places(first, jnp.where(inside, token - first + 1, 0), jnp.where(inside, owner, sequences))
+
+
+def mean_keys(k: Array, cu_seqlens: Array | None, size: int) -> Array:
+    """The mean keys [blocks, g, d] of complete blocks, in the dtype of statistics."""
+    (t, g, d), dtype = k.shape, np.promote_types(k.dtype, np.float32)
+    if cu_seqlens is None:
+        blocks = t // size
+        return k[: blocks * size].reshape(blocks, size, g, d).mean(1, dtype=dtype)
+    rows = ended_blocks(cu_seqlens, t, size).tokens
+    return k.at[rows].get(mode="fill", fill_value=0).mean(1, dtype=dtype)
 
 
 class Rows(NamedTuple):

@@ -18,10 +18,9 @@ from jax import Array
 from ejkernel.primitives.native_sparse_blocks import NativeSparseBlocksSpec, Operands, Outputs
 from ejkernel.types import KernelConfig, Target
 from ejkernel.xla_utils.block_choice import chosen_blocks
-from ejkernel.xla_utils.sequence_blocks import ended_blocks, places
+from ejkernel.xla_utils.sequence_blocks import ended_blocks, mean_keys, places
 
 from .._registry import Backend, Platform, configured_by, kernel_registry
-from ._attention import statistics_dtype
 from ._chunks import in_chunks
 
 
@@ -61,7 +60,7 @@ def native_sparse_blocks(
 def _blocks(q: Array, k: Array, cu_seqlens: Array | None, *, count: int, spec: NativeSparseBlocksSpec, size: int):
     """The lists of blocks [s,g,count] of q [s,h,d] and k [t,g,d]."""
     (s, h, d), (t, g, _), block = q.shape, k.shape, spec.block_size
-    place, means = places(cu_seqlens, s, t), _means(k, cu_seqlens, block)
+    place, means = places(cu_seqlens, s, t), mean_keys(k, cu_seqlens, block)
     before = jnp.zeros((s,), jnp.int32)
     if cu_seqlens is not None:
         before = ended_blocks(cu_seqlens, t, block).before[place.sequence]
@@ -71,13 +70,3 @@ def _blocks(q: Array, k: Array, cu_seqlens: Array | None, *, count: int, spec: N
         return _, chosen_blocks(q, means, before, stop, **choice)
 
     return in_chunks(chunk, (), (q.reshape(s, g, h // g, d), before, place.stop), size)[1].astype(jnp.int32)
-
-
-def _means(k: Array, cu_seqlens: Array | None, size: int) -> Array:
-    """The mean keys [blocks, g, d] of complete blocks, in the dtype of statistics."""
-    (t, g, d), dtype = k.shape, statistics_dtype(k.dtype)
-    if cu_seqlens is None:
-        blocks = t // size
-        return k[: blocks * size].reshape(blocks, size, g, d).mean(1, dtype=dtype)
-    rows = ended_blocks(cu_seqlens, t, size).tokens
-    return k.at[rows].get(mode="fill", fill_value=0).mean(1, dtype=dtype)
