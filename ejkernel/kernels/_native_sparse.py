@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from ejkernel.primitives.native_sparse_attention import Operands
+from ejkernel.xla_utils.search import entries_until
 from ejkernel.xla_utils.sequence_blocks import places
 
 NONE = np.int32(2**31 - 1)
@@ -57,7 +58,7 @@ def _lists_of_one(blocks: Array, cuts: Array | None, *, keys: int, slots: int, s
         after = jnp.cumsum(-(-(cuts[1:] - cuts[:-1]) // size), dtype=jnp.int32)
         all_before = jnp.pad(after, (1, 0))
         before = all_before[place.sequence]
-        owner = jnp.minimum(jnp.searchsorted(after, slot, side="right").astype(jnp.int32), after.shape[0] - 1)
+        owner = jnp.minimum(entries_until(after, slot), after.shape[0] - 1)
         first = cuts[owner] + (slot - all_before[owner]) * size
     visible = (blocks >= 0) & (blocks < (-(-place.stop // size))[:, None, None])
     earlier = jnp.asarray(np.tri(n, k=-1, dtype=bool))

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from ejkernel.xla_utils.search import entries_until
+
 from ._visibility import interval
 
 
@@ -80,7 +82,7 @@ def ragged_rows(
     needed = -(-lengths // tokens_per_item)
     ends = jnp.cumsum(needed, dtype=jnp.int32)
     row = jnp.arange(n + num_tokens // tokens_per_item, dtype=jnp.int32)
-    request = jnp.minimum(jnp.searchsorted(ends, row, side="right").astype(jnp.int32), n - 1)
+    request = jnp.minimum(entries_until(ends, row), n - 1)
     length, context = lengths[request], context_lens[request]
     before = (row - ends[request] + needed[request]) * tokens_per_item
     tokens = jnp.where(row < ends[-1], jnp.clip(length - before, 0, tokens_per_item), 0)
@@ -106,9 +108,7 @@ def work_list(rows: Rows, workers: int) -> Array:
     partial = jnp.where(splits > 1, splits, 0)
     slots = jnp.cumsum(partial, dtype=jnp.int32) - partial
     item = jnp.arange(count * per_row, dtype=jnp.int32)
-    # Unrolled, for a loop would be a launch for each step.
-    row = jnp.searchsorted(ends, item, side="right", method="scan_unrolled").astype(jnp.int32)
-    row = jnp.minimum(row, count - 1)
+    row = jnp.minimum(entries_until(ends, item), count - 1)
     of = Rows(*(x[row] for x in rows))
     is_work, parts = item < ends[-1], jnp.maximum(splits[row], 1)
     split = item - (ends[row] - splits[row])

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from ..errors import shown, value_error
 from ..kernels._registry import Platform, kernel_registry
 from ..xla_utils.groups import group_bounds
+from ..xla_utils.search import entries_until
 from ._release import Present, arrays_of, entries_of, run, translates
 from .operations._arguments import int32
 from .operations.grouped_matmul import checked_offset, result_dtype
@@ -73,7 +74,7 @@ def _bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
     """The bias of each row [rows, N] from that of groups, [E, 1, N] or [E, N]; 0 for rows after the last group."""
     bias = bias.reshape(bias.shape[0], bias.shape[-1])
     ends = group_bounds(int32(sizes)[None], None, bias.shape[0], rows)[0, 1:]
-    group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
+    group = entries_until(ends, jnp.arange(rows))
     return bias.at[group].get(mode="fill", fill_value=0)
 
 

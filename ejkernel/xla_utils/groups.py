@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.export import is_symbolic_dim
 
+from .search import entries_until
 from .symbolic import at_most
 
 
@@ -79,5 +80,4 @@ def row_tiles(starts: Array, ends: Array, rows: int, size: int) -> RowTiles:
 
 def _first_above(ends: Array, values: Array) -> Array:
     """For each value the index of the first of the ends [b, e] that is larger, [b, values]; e if none is."""
-    search = lambda of: jnp.searchsorted(of, values, side="right")
-    return jax.vmap(search)(ends).astype(jnp.int32)
+    return jax.vmap(entries_until, (0, None))(ends, values)

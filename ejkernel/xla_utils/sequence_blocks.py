@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .search import entries_until
+
 
 class Places(NamedTuple):
     """The place of each query in its sequence, [queries] int32 each.
@@ -31,7 +33,7 @@ def places(cu_seqlens: Array | None, queries: int, keys: int) -> Places:
         return Places(zero, jnp.maximum(token + (keys - queries + 1), 0), zero)
     cuts = jnp.clip(cu_seqlens, 0, keys)
     sequences = cuts.shape[0] - 1
-    owner = jnp.searchsorted(cuts, token, side="right").astype(jnp.int32) - 1
+    owner = entries_until(cuts, token) - 1
     inside = (owner >= 0) & (owner < sequences)
     first = cuts[jnp.clip(owner, 0, sequences - 1)]
     return Places(first, jnp.where(inside, token - first + 1, 0), jnp.where(inside, owner, sequences))
@@ -80,7 +82,7 @@ def _rows(cuts: Array, needed: Array, count: int, shift: int, tokens: int, size:
     after = jnp.cumsum(needed, dtype=jnp.int32)
     before = jnp.pad(after, (1, 0))
     row = jnp.arange(count, dtype=jnp.int32)
-    owner = jnp.searchsorted(after, row, side="right").astype(jnp.int32)
+    owner = entries_until(after, row)
     of = jnp.minimum(owner, needed.shape[0] - 1)
     place = jnp.arange(size, dtype=jnp.int32)[None]
     token = (cuts[of] + (row - before[of]) * size + shift)[:, None] + place

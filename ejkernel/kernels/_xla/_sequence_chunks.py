@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ejkernel.xla_utils.search import entries_until
+
 from ._tiles import varying_like
 
 
@@ -48,7 +50,7 @@ def _places(size: int, count: int, length: int, reverse: bool, spans: Array) -> 
     number = -(-(after - first) // size)
     end = jnp.cumsum(number, dtype=np.int32)
     chunk = jnp.arange(count, dtype=np.int32)
-    sequence = jnp.searchsorted(end, chunk, side="right").astype(np.int32)
+    sequence = entries_until(end, chunk)
     at = lambda a: jnp.take(a, sequence, mode="fill", fill_value=0)[:, None]
     place = (chunk[:, None] - at(end - number)) * size + jnp.arange(size, dtype=np.int32)[None]
     token = at(after) - 1 - place if reverse else at(first) + place

@@ -15,6 +15,7 @@ from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
 from ejkernel.types import Target
 from ejkernel.types.mean_pooling import MeanPoolingConfig
 from ejkernel.xla_utils.groups import row_tiles
+from ejkernel.xla_utils.search import entries_until
 from ejkernel.xla_utils.symbolic import at_most
 
 from .._registry import Backend, Platform, configured_by, kernel_registry
@@ -99,7 +100,7 @@ def mean_pooling_bwd(
         return (jnp.broadcast_to((do.astype(dtype) / jnp.maximum(1, s)).astype(x.dtype), x.shape),)
     token, batch = jnp.arange(s), jnp.arange(b)[:, None]
     segments = jnp.broadcast_to(segments, (b, *segments.shape[1:]))
-    number = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))(segments[..., 1], token)
+    number = jax.vmap(entries_until, (0, None))(segments[..., 1], token)
     inside = token[None] >= segments[batch, number.clip(max=segments.shape[1] - 1), 0]
     share = (do.astype(dtype) / _lengths(segments, dtype)).astype(x.dtype)
     dx = share.at[batch, number].get(mode="fill", fill_value=0)

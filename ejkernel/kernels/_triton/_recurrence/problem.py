@@ -10,6 +10,7 @@ import triton
 
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
+from ejkernel.xla_utils.search import entries_until
 
 
 @dataclass(frozen=True)
@@ -180,9 +181,7 @@ def places_of(x: Operands, problem: Problem) -> Places:
     ends = jnp.cumsum((length + problem.C - 1) // problem.C, axis=1, dtype=np.int32)
     chunk = ends - (length + problem.C - 1) // problem.C
     number = jnp.arange(problem.chunks, dtype=np.int32)
-    # Unrolled, for a loop would be a launch for each step.
-    find = lambda ends: jnp.searchsorted(ends, number, side="right", method="scan_unrolled")
-    owner = jax.vmap(find)(ends).astype(np.int32)
+    owner = jax.vmap(entries_until, (0, None))(ends, number)
     mark = lambda begin, after: jnp.zeros(problem.S + 1, np.int32).at[begin].add(1).at[after].add(-1)
     covered = jnp.cumsum(jax.vmap(mark)(begin, after), axis=1)[:, :-1] > 0
     return Places(after - 1 if problem.reverse else begin, length, chunk, owner, covered)

@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from ejkernel.kernels._native_sparse import Lists, slots_of
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands
+from ejkernel.xla_utils.search import entries_before
 
 from .configs import padded_group, power_of_two, queries_of
 
@@ -93,9 +94,7 @@ def items_of(lists: Lists, problem: Problem) -> Items:
     query = jnp.broadcast_to(jnp.repeat(jnp.arange(s, dtype=jnp.int32), n), by_group.shape)
     slots, query = lax.sort((by_group, query), num_keys=1, is_stable=True)
     number = jnp.arange(problem.slots + 1, dtype=jnp.int32)
-    # Unrolled, for a loop would be a launch for each step.
-    of_one = lambda of, at: jnp.searchsorted(of, at, method="scan_unrolled").astype(jnp.int32)
-    search = jax.vmap(jax.vmap(of_one, (0, None)), (0, None))
+    search = jax.vmap(jax.vmap(entries_before, (0, None)), (0, None))
     starts = search(slots, number)  # where each slot begins in `query`
     needed = -(-(starts[..., 1:] - starts[..., :-1]) // ITEM)
     first = jnp.pad(jnp.cumsum(needed, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
