@@ -61,6 +61,14 @@ def test_equal_scores_are_taken_in_order():
     np.testing.assert_array_equal(lists[0, 149, 0], [18, 0, 1, 2, 3])
 
 
+def test_means_that_bfloat16_rounds_to_the_same_number_differ():
+    """Of eight keys one is greater by the last bit of bfloat16, so that the mean of block 10 rounds to that of all."""
+    x, spec = operands("bfloat16", n=3)
+    k = jnp.ones_like(x.k).at[:, 80].set(1 + 2.0**-7)
+    lists = np.asarray(found(x._replace(q=jnp.ones_like(x.q), k=k), spec))
+    np.testing.assert_array_equal(lists[0, 149, 0], [18, 0, 10])
+
+
 SHAPES = {
     "64/4 heads of 128, 16k": (16384, 64, 4, 128),
     "64/4 heads of 128, 128k": (131072, 64, 4, 128),
