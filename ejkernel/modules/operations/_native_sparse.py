@@ -18,6 +18,8 @@ from ._arguments import array, int32, require_cuts, require_dtype, require_rank,
 
 # The largest block that models have: up to it, a block may have more tokens than there are keys.
 LARGEST_BLOCK = 128
+# Of rows of queries and of mean keys, so that kernels that copy by TMA take them.
+MULTIPLE = 8
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ def compressed(
 
     Queries are arranged in rows of `size`; all queries of row m see the same m blocks, those before block m. This is
     causal attention of rows to blocks, with one row more than blocks, mapped by `jax.vmap` over the places in a row.
+    Rows are added before the first and after the last, and blocks after the last, up to a multiple of MULTIPLE.
 
     Args:
         attend: (q, k, v, cu_seqlens_q, cu_seqlens_k) → o, causal.
@@ -108,8 +111,12 @@ def compressed(
         return _compressed_packed(attend, q, k, v, cu_seqlens[0], size)
     (length, keys), blocks = (q.shape[1], k.shape[1]), k.shape[1] // size
     means = [_mean_of_rows(_in_rows(x[:, : blocks * size], size)) for x in (k, v)]
-    before = (keys - length + 1) % size
-    count = blocks - (keys - length + 1) // size + 1
+    beyond = -blocks % MULTIPLE
+    means = [jnp.pad(x, ((0, 0), (0, beyond), (0, 0), (0, 0))) for x in means]
+    count = blocks - (keys - length + 1) // size + 1 + beyond
+    first = -count % MULTIPLE
+    before = first * size + (keys - length + 1) % size
+    count += first
     behind = count * size - before - length
     rows = _in_rows(jnp.pad(q, ((0, 0), (before, behind), (0, 0), (0, 0))), size)
     o = jax.vmap(lambda q: attend(q, *means, None, None), in_axes=2, out_axes=2)(rows)
