@@ -1,4 +1,4 @@
-"""native_sparse_attention beside flash-linear-attention.
+"""native_sparse_attention beside flash-linear-attention, and with selected blocks beside dense flash_attention.
 
 With given blocks, results and gradients of full size are compared with float64. With selected blocks contenders may
 select different ones, so that results only have to be finite.
@@ -16,8 +16,8 @@ import ejkernel
 from ejkernel.types.shapes.native_sparse_attention import NativeSparseShape
 
 from . import _referee
-from ._attention import inputs
-from ._contenders import Inputs, imported, of_ours, of_torch, torch_on_gpu
+from ._attention import inputs, without_others
+from ._contenders import Inputs, imported, of_jax, of_ours, of_torch, torch_on_gpu
 from ._driver import Case
 from ._harness import Check
 
@@ -33,6 +33,9 @@ def case(shape: NativeSparseShape, mode: str, dtype: Any, platforms: Sequence[st
         *of_ours("native_sparse_attention", platforms, ours, mode, given),
         of_torch("fla", lambda: _fla(shape, given), mode, given),
     ]
+    if shape.whole:
+        dense = without_others(partial(ejkernel.lax.flash_attention, causal=True))
+        contenders.append(of_jax("dense flash_attention", lambda: dense, mode, given, "flash_attention"))
     return Case(contenders, cache(lambda: _finite if shape.whole else _check(shape, mode, given)), largest_error=3.0)
 
 

@@ -35,8 +35,12 @@ class NativeSparseShape(Shape):
     convention: ClassVar[str] = (
         "FLOPs: 4·B·H·S·blocks·size·D forward, 2.5 times as many backward; causal masks are not deducted"
     )
-    rivals: ClassVar[tuple[str, ...]] = ("fla",)
     modes: ClassVar[tuple[str, ...]] = ("fwd", "bwd", "fwd_bwd")
+
+    @property
+    def rivals(self) -> tuple[str, ...]:
+        """With the selection of blocks, dense causal attention too."""
+        return ("fla", "dense flash_attention") if self.whole else ("fla",)
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -86,6 +90,7 @@ _CALLS = (
     NativeSparseShape("16k-near", 16384, together=16),
     NativeSparseShape("64k", 65536),
     NativeSparseShape("16k-whole", 16384, whole=True),
+    NativeSparseShape("64k-whole", 65536, whole=True),
 )
 
 SHAPES: dict[str, NativeSparseShape] = {shape.name: shape for shape in _CALLS}

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.primitives.native_sparse_blocks import NativeSparseBlocksSpec, Operands
+from ejkernel.xla_utils.parts import parts_of
 from ejkernel.xla_utils.sequence_blocks import ended_blocks, mean_keys, places
 
 from .. import VMEM_BYTES
@@ -64,7 +65,7 @@ def selected(x: Operands, spec: NativeSparseBlocksSpec, queries: int) -> Array:
     beyond = -S % queries
     limits = jnp.pad(limits, ((0, 0), (0, beyond), (0, 0)), constant_values=-1)
     means = jnp.pad(jnp.moveaxis(means, 2, 1), ((0, 0), (0, 0), (0, slots - means.shape[1]), (0, 0)))
-    parts = _parts(means, x.q.dtype)
+    parts = parts_of(means, x.q.dtype)
     q = x.q.reshape(B, S, G, problem.heads, D)
     q = jnp.pad(q, ((0, 0), (0, beyond), (0, 0), (0, problem.padded - problem.heads), (0, 0)))
     tiles = (S + beyond) // queries
@@ -102,17 +103,6 @@ def _limits_and_means(k: Array, cuts: Array | None, *, spec: NativeSparseBlocksS
         before = ended_blocks(cuts, keys, size).before[place.sequence]
     own = jnp.where(place.stop > 0, (place.stop - 1) // size, -1)
     return jnp.stack([before, place.stop // size, own], 1), mean_keys(k, cuts, size)
-
-
-def _parts(means: Array, dtype: np.dtype) -> list[Array]:
-    """Numbers of float32 as themselves, or as sums of two in bfloat16: what they are rounded to, and what that leaves.
-
-    They are not converted back and forth, which XLA may simplify to no conversion, so that nothing is left.
-    """
-    if dtype == np.float32:
-        return [means]
-    rounded = lax.reduce_precision(means, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
-    return [rounded.astype(dtype), (means - rounded).astype(dtype)]
 
 
 def _chunks(limits: Array, tiles: int) -> Array:
