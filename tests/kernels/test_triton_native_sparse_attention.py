@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import CASES, assert_close
 
+from ejkernel.kernels._native_sparse import NONE, Lists
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.kernels._xla.native_sparse_attention import reference
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands
@@ -53,6 +54,27 @@ def test_in_the_interpreter(case, rows, item, monkeypatch):
     """A block whose queries are one work item, and one with several that are added up."""
     monkeypatch.setattr(problem, "ITEM", item)
     check(case.resized(dict(b=2)), KernelConfig(block_q=rows, block_k=16, block_d=rows), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "b, s, g, n, slots", ((2, 300, 3, 5, 9), (1, 1, 1, 4, 7), (1, 70000, 2, 3, 2**17)), ids=("", "one query", "33 bits")
+)
+def test_items(b, s, g, n, slots):
+    """Each slot has the queries that list it, in ascending order."""
+    rng = np.random.default_rng(0)
+    listed = rng.integers(0, slots, (b, s, g, 1)) + np.arange(n) * (slots // n)
+    listed = np.where(rng.random(listed.shape) < 0.2, NONE, listed % slots).astype(np.int32)
+    lists = Lists(jnp.asarray(listed), None, None)
+    items = problem.items_of(lists, problem.Problem(b, s, s, g, g, 16, 16, 16, 1.0, n, slots))
+    query, slot, begin, end, first = map(np.asarray, items)
+    assert (begin <= end).all() and (end - begin <= problem.ITEM).all()
+    for i, j in np.ndindex(b, g):
+        of_item = [query[i, j, begin[i, j, m] : end[i, j, m]] for m in range(first[i, j, -1])]
+        assert (slot[i, j, first[i, j, -1] :] == slots).all()
+        found = np.stack([np.repeat(slot[i, j, : len(of_item)], list(map(len, of_item))), np.concatenate(of_item)])
+        at, entry = np.nonzero(listed[i, :, j] != NONE)
+        wanted = np.stack([listed[i, :, j][at, entry], at])
+        np.testing.assert_array_equal(found, wanted[:, np.lexsort(wanted[::-1])])
 
 
 @pytest.mark.slow

@@ -89,16 +89,14 @@ class Items(NamedTuple):
 
 def items_of(lists: Lists, problem: Problem) -> Items:
     """The work items of each batch element and group, [b,g,…]."""
-    b, s, g, n = lists.slots.shape
-    by_group = jnp.moveaxis(lists.slots, 2, 1).reshape(b, g, s * n)
-    query = jnp.broadcast_to(jnp.repeat(jnp.arange(s, dtype=jnp.int32), n), by_group.shape)
-    slots, query = lax.sort((by_group, query), num_keys=1, is_stable=True)
+    entries = lists.slots.shape[1] * lists.slots.shape[3]
+    slots, query = _by_slot(jnp.moveaxis(lists.slots, 2, 1), problem)
     number = jnp.arange(problem.slots + 1, dtype=jnp.int32)
     search = jax.vmap(jax.vmap(entries_before, (0, None)), (0, None))
     starts = search(slots, number)  # where each slot begins in `query`
     needed = -(-(starts[..., 1:] - starts[..., :-1]) // ITEM)
     first = jnp.pad(jnp.cumsum(needed, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
-    count = problem.slots + s * n // ITEM
+    count = problem.slots + entries // ITEM
     item = jnp.arange(count, dtype=jnp.int32)
     slot = search(first[..., 1:], item + 1)  # the first slot whose items end after this one
     of = jnp.minimum(slot, problem.slots - 1)
@@ -106,3 +104,23 @@ def items_of(lists: Lists, problem: Problem) -> Items:
     begin = take(starts, of) + (item - take(first, of)) * ITEM
     end = jnp.where(slot < problem.slots, jnp.minimum(begin + ITEM, take(starts, of + 1)), begin)
     return Items(query, slot, begin, end, first)
+
+
+def _by_slot(slots: Array, problem: Problem) -> tuple[Array, Array]:
+    """The slots [b,g,s·n] of lists [b,g,s,n] in ascending order, and the query of each; equal slots by their queries.
+
+    Where they fit into 32 bits, group, slot and query are one number: XLA sorts such an array without others, in one
+    dimension and in any order of equal ones, by radix sort on NVIDIA GPUs.
+    """
+    (b, g, s, n), values = slots.shape, problem.slots + 1
+    group = jnp.arange(b * g, dtype=jnp.uint32).reshape(b, g, 1, 1)
+    of_all = group * values + jnp.minimum(slots, problem.slots).astype(jnp.uint32)
+    query = jnp.broadcast_to(jnp.arange(s, dtype=jnp.uint32)[:, None], slots.shape)
+    bits = max(1, (s - 1).bit_length())
+    if (b * g * values) << bits <= 2**32:
+        key = lax.sort(((of_all << bits) | query).reshape(-1), is_stable=False)
+        of_all, query = key >> bits, key & (2**bits - 1)
+    else:
+        of_all, query = lax.sort((of_all.reshape(-1), query.reshape(-1)), num_keys=2, is_stable=False)
+    found = (of_all.reshape(b, g, s * n) - group[..., 0] * values).astype(jnp.int32)
+    return found, query.reshape(b, g, s * n).astype(jnp.int32)
