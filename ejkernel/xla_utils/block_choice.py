@@ -16,20 +16,21 @@ def chosen_blocks(
 
     Args:
         q: queries [c, g, r, d].
-        means: the mean keys [blocks, g, d], in the dtype of the scores; those of no query's blocks may be NaN.
+        means: the mean keys [blocks, g, d], of any float dtype; those of no query's blocks may be NaN.
         before: [c] int32, the place in `means` of the first block of each query's sequence.
         stop: [c] int32, the number of keys that each query sees, of which its own is the last; 0 if it sees none.
         count: blocks of a list.
         block_size: keys of a block.
         softmax_scale: the scale of q·c.
     """
-    dtype = means.dtype
+    dtype = jnp.promote_types(jnp.promote_types(q.dtype, means.dtype), jnp.float32)  # of the scores
+    of_products = means.dtype if means.dtype == q.dtype else dtype  # products of 16 bits are exact in float32
     slot = jnp.arange(means.shape[0], dtype=jnp.int32)[None]
     x = slot - before[:, None]  # [c, blocks]: the blocks as numbers in the sequence of each query
     ended = (x >= 0) & (x < (stop // block_size)[:, None])
-    means = jnp.where(ended.any(0)[:, None, None], means, 0)
-    alive = ended.any(1)[:, None, None, None]
-    logits = jnp.einsum("cgrd,xgd->cgrx", jnp.where(alive, q, 0).astype(dtype), means, precision="highest")
+    means = jnp.where(ended.any(0)[:, None, None], means, 0).astype(of_products)
+    q = jnp.where(ended.any(1)[:, None, None, None], q, 0).astype(of_products)
+    logits = jnp.einsum("cgrd,xgd->cgrx", q, means, precision="highest", preferred_element_type=dtype)
     logits = jnp.where(ended[:, None, None], softmax_scale * logits, -jnp.inf)
     top = jnp.maximum(logits.max(-1, keepdims=True, initial=-jnp.inf), jnp.finfo(dtype).min)
     weights = jnp.exp(logits - top)

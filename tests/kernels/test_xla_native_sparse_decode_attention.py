@@ -70,6 +70,17 @@ def test_means_in_float32_choose_as_the_means_of_all_keys():
     assert (decode(means.astype(jnp.bfloat16)) != wanted).any()
 
 
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_means_of_16_bits_choose_as_the_same_numbers_in_float32(dtype):
+    """Their products are exact in float32."""
+    q, k = (jax.random.normal(jax.random.key(n), (B, 4096, h, D), dtype) for n, h in enumerate((H, G)))
+    means = k.reshape(B, -1, SIZE, G, D).mean(2)
+    decode = lambda means: lax.native_sparse_decode_attention(
+        q[:, -1], k, k, jnp.full(B, 4090), means, block_size=SIZE, block_counts=16, return_block_indices=True
+    )[1]
+    np.testing.assert_array_equal(decode(means), decode(means.astype(jnp.float32)))
+
+
 def test_one_program_has_every_length():
     x = arrays()
     k_cmp = x["k"].reshape(B, -1, SIZE, G, D).mean(2)

@@ -22,7 +22,6 @@ from ejkernel.xla_utils.block_choice import chosen_blocks
 from ejkernel.xla_utils.comparison import is_less
 
 from .._registry import Backend, Platform, kernel_registry
-from ._attention import statistics_dtype
 from ._gathered_keys import Near, gathered, lists_of, logits_of, not_zero, over_keys, softmax_of
 
 Spec = NativeSparseDecodeAttentionSpec
@@ -62,11 +61,10 @@ def _outputs(x: Operands, selected: Keys, window: Keys, spec: Spec) -> Outputs:
 
 def _chosen(x: Operands, spec: Spec) -> Array:
     """The lists of blocks [b,g,n] of queries [b,g,r,d]."""
-    dtype = statistics_dtype(x.q.dtype)
     how = dict(count=x.ranks.shape[1], block_size=spec.block_size, softmax_scale=spec.softmax_scale)
 
     def of_one(q: Array, means: Array, end: Array) -> Array:
-        return chosen_blocks(q[None], means.astype(dtype), jnp.zeros_like(end)[None], end[None], **how)[0]
+        return chosen_blocks(q[None], means, jnp.zeros_like(end)[None], end[None], **how)[0]
 
     return jax.vmap(of_one)(x.q, x.k_cmp, x.sequence_end).astype(jnp.int32)
 
