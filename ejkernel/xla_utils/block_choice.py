@@ -28,9 +28,9 @@ def chosen_blocks(
     slot = jnp.arange(means.shape[0], dtype=jnp.int32)[None]
     x = slot - before[:, None]  # [c, blocks]: the blocks as numbers in the sequence of each query
     ended = (x >= 0) & (x < (stop // block_size)[:, None])
-    means = jnp.where(ended.any(0)[:, None, None], means, 0).astype(of_products)
-    q = jnp.where(ended.any(1)[:, None, None, None], q, 0).astype(of_products)
+    q, means = q.astype(of_products), means.astype(of_products)
     logits = jnp.einsum("cgrd,xgd->cgrx", q, means, precision="highest", preferred_element_type=dtype)
+    # NaN of a block that a query does not see is in no other logit.
     logits = jnp.where(ended[:, None, None], softmax_scale * logits, -jnp.inf)
     top = jnp.maximum(logits.max(-1, keepdims=True, initial=-jnp.inf), jnp.finfo(dtype).min)
     weights = jnp.exp(logits - top)

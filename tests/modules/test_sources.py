@@ -15,16 +15,17 @@ BACKENDS = (Backend.CPU, Backend.GPU, Backend.TPU)
 
 # For each operation's folder, a file that its implementations depend on, other than their own `configs.py`.
 OF_PAGES = ("page_attention", "ragged_decode_attention", "ragged_page_attention", "ragged_page_attention_v3")
+ALSO_OF_PAGES_ON_TPU = ("multi_latent_page_attention", "native_sparse_decode_attention")
 MADE_WITH = {
     **{("_triton", name): "_paged/kernel.py" for name in OF_PAGES},
-    **{("_pallas/tpu", name): "_paged/kernel.py" for name in (*OF_PAGES, "multi_latent_page_attention")},
+    **{("_pallas/tpu", name): "_paged/kernel.py" for name in (*OF_PAGES, *ALSO_OF_PAGES_ON_TPU)},
     **{("_pallas/gpu", name): "ragged_page_attention/forward.py" for name in OF_PAGES},
     ("_pallas/gpu", "multi_latent_page_attention"): "multi_latent_page_attention/forward.py",
     **{(folder, "flash_mla"): "flash_attention/configs.py" for folder in ("_triton", "_pallas/gpu", "_pallas/tpu")},
 }
 # Operations whose implementations call those of other operations.
 MADE_OF = dict.fromkeys(
-    ("blocksparse_attention", "flash_mla", "multi_latent_page_attention", "native_sparse_attention", *OF_PAGES),
+    ("blocksparse_attention", "flash_mla", "native_sparse_attention", *OF_PAGES, *ALSO_OF_PAGES_ON_TPU),
     "flash_attention",
 ) | dict.fromkeys(("gated_delta_rule", "state_space_v2"), "_recurrence")
 

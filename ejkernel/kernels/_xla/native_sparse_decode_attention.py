@@ -18,9 +18,9 @@ from jax import Array
 from ejkernel.primitives.native_sparse_attention import Operands as OneQuery
 from ejkernel.primitives.native_sparse_decode_attention import NativeSparseDecodeAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
-from ejkernel.xla_utils.block_choice import chosen_blocks
 from ejkernel.xla_utils.comparison import is_less
 
+from .._native_sparse_decode import selected_blocks
 from .._registry import Backend, Platform, kernel_registry
 from ._gathered_keys import Near, gathered, lists_of, logits_of, not_zero, over_keys, softmax_of
 
@@ -48,25 +48,14 @@ def native_sparse_decode_attention(
 
 
 def _outputs(x: Operands, selected: Keys, window: Keys, spec: Spec) -> Outputs:
-    result, groups = (*x.q.shape[:2], x.v.shape[3]), x.k.shape[2]
+    result, groups, blocks = (*x.q.shape[:2], x.v.shape[3]), x.k.shape[2], selected_blocks(x, spec)
     by_group = lambda a: None if a is None else a.reshape(a.shape[0], groups, a.shape[1] // groups, *a.shape[2:])
     heads = {name: by_group(getattr(x, name)) for name in ("q", "g_cmp", "g_slc", "g_swa")}
     x = x._replace(**heads, sequence_end=jnp.clip(x.sequence_end, 0, x.k.shape[1]))
-    blocks = _chosen(x, spec) if x.block_indices is None else x.block_indices
     of_group = partial(_of_group, selected=selected, window=window, spec=spec)
     of_groups = jax.vmap(of_group, in_axes=(Operands(0, 1, 1, None, 1, 1, 0, 0, 0, None, 0),))
     o = jax.vmap(of_groups)(x._replace(ranks=None, block_indices=blocks))
     return Outputs(o.reshape(result), blocks)
-
-
-def _chosen(x: Operands, spec: Spec) -> Array:
-    """The lists of blocks [b,g,n] of queries [b,g,r,d]."""
-    how = dict(count=x.ranks.shape[1], block_size=spec.block_size, softmax_scale=spec.softmax_scale)
-
-    def of_one(q: Array, means: Array, end: Array) -> Array:
-        return chosen_blocks(q[None], means, jnp.zeros_like(end)[None], end[None], **how)[0]
-
-    return jax.vmap(of_one)(x.q, x.k_cmp, x.sequence_end).astype(jnp.int32)
 
 
 # --- One key/value head of one sequence: q [r,d], k [t,d], v [t,e], means [x,·], gates [r], block_indices [n] --------
