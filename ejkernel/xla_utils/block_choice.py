@@ -1,6 +1,7 @@
 """The choice of blocks of keys in native sparse attention, by the weights of their means."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 
@@ -23,7 +24,7 @@ def chosen_blocks(
         block_size: keys of a block.
         softmax_scale: the scale of q·c.
     """
-    dtype = jnp.promote_types(jnp.promote_types(q.dtype, means.dtype), jnp.float32)  # of the scores
+    dtype = np.promote_types(*(np.promote_types(a.dtype, np.float32) for a in (q, means)))  # of the scores
     of_products = means.dtype if means.dtype == q.dtype else dtype  # products of 16 bits are exact in float32
     slot = jnp.arange(means.shape[0], dtype=jnp.int32)[None]
     x = slot - before[:, None]  # [c, blocks]: the blocks as numbers in the sequence of each query

@@ -14,6 +14,7 @@ from ejkernel.primitives.native_sparse_decode_attention import NativeSparseDecod
 from .tpu_compiler import TARGETS, by_generation, compiled
 from .tpu_interpreter import interpreted
 
+pytestmark = pytest.mark.usefixtures("strict")
 GATES = ("g_cmp", "g_slc", "g_swa")
 CALLS = {
     "all branches": dict(window=37),
