@@ -69,6 +69,18 @@ def test_a_failure_of_mlir_is_converted(registry):
         parses_nonsense(0)
 
 
+@pytest.mark.usefixtures("strict")
+def test_an_implementation_may_promote_where_its_caller_forbids_it(registry):
+    @registry.register("op", "xla", "any")
+    def implementation(x, y):
+        return x + y
+
+    mixed = jax.numpy.ones((2, 3), "bfloat16"), jax.numpy.ones(3, "float32")
+    assert implementation(*mixed).shape == (2, 3)
+    with pytest.raises((TypeError, ValueError)):
+        mixed[0] + mixed[1]
+
+
 def test_an_unknown_keyword_is_named_with_those_accepted(registry):
     @registry.register("op", "xla", "any")
     def implementation(q, k, *, causal=False):

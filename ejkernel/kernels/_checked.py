@@ -35,7 +35,11 @@ def checked(implementation: F, algorithm: str, platform: Platform) -> F:
             if wrong := config_refusal(implementation, config):
                 raise ValueError(f"{algorithm} ({platform}): {wrong}")
         try:
-            return implementation(*args, **kwargs)
+            if _promotes():
+                return implementation(*args, **kwargs)
+            # A user may forbid implicit promotion in his own code; an implementation is not part of it.
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                return implementation(*args, **kwargs)
         except Exception as error:
             if not _failed_below(error):
                 raise
@@ -48,6 +52,12 @@ def checked(implementation: F, algorithm: str, platform: Platform) -> F:
     if not hasattr(behind_checks, "heuristic"):
         behind_checks.heuristic, behind_checks.space = (lambda *_: default), (lambda *_: [default])
     return behind_checks
+
+
+def _promotes() -> bool:
+    """Whether JAX promotes dtypes and ranks here as it does by default."""
+    config = jax.config
+    return config.jax_numpy_dtype_promotion == "standard" and config.jax_numpy_rank_promotion == "allow"
 
 
 def config_refusal(implementation: Callable, config: OperationConfig, operands: Any = None) -> str | None:

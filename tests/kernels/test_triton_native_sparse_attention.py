@@ -20,6 +20,7 @@ from ejkernel.kernels._triton.native_sparse_attention import problem  # noqa: E4
 
 from . import against_xla, interpreter, large_logits  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("strict")
 NAME = "native_sparse_attention"
 GIVEN = [case for case in CASES if case.operation == NAME and "block_indices" in case.operands]
 KINDS = ("", "_bwd", "_jvp")

@@ -15,6 +15,7 @@ from ejkernel.kernels._triton.native_sparse_blocks import kernels  # noqa: E402
 
 from . import interpreter  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("strict")
 CONFIG = KernelConfig(block_q=16, block_k=16)
 CALLS = {
     "square": dict(b=2, s=150, t=150),

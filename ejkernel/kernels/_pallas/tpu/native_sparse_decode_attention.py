@@ -48,7 +48,8 @@ def native_sparse_decode_attention(
     blocks = selected_blocks(x, spec)
     end = jnp.clip(x.sequence_end, 0, x.k.shape[1])
     # The gates of a sequence without keys may be NaN.
-    gated = lambda gate, o: o if gate is None else jnp.where(end > 0, gate.T, 0).T.astype(o.dtype)[..., None] * o
+    alive = (end > 0)[:, None]
+    gated = lambda gate, o: o if gate is None else jnp.where(alive, gate, 0).astype(o.dtype)[..., None] * o
     o = gated(x.g_slc, _selected(x, blocks, end, spec))
     if spec.window is not None:
         o += gated(x.g_swa, _dense(x.q, x.k, x.v, end - spec.window, end, spec))
@@ -77,11 +78,11 @@ def _table(blocks: Array, end: Array, size: int) -> tuple[Array, Array]:
     Entries that the query does not see, or that are listed before, come after them.
     """
     own = (end - 1) // size
-    earlier = jnp.asarray(np.tri(blocks.shape[2], k=-1, dtype=bool))
+    earlier = jnp.asarray(np.tri(blocks.shape[2], k=-1, dtype=bool))[None, None]
     again = ((blocks[..., :, None] == blocks[..., None, :]) & earlier).any(-1)
     visible = (blocks >= 0) & (blocks <= own[..., None]) & ~again
     is_own = visible & (blocks == own[..., None])
-    order = jnp.argsort(jnp.where(visible, is_own, 2), axis=-1, stable=True)
+    order = jnp.argsort(jnp.where(visible, is_own.astype(jnp.int32), 2), axis=-1, stable=True)
     table = jnp.take_along_axis(jnp.where(visible, blocks, 0), order, axis=-1)
     stop = visible.sum(-1, dtype=jnp.int32) * size - jnp.where(is_own.any(-1), (own + 1) * size - end, 0)
     return table.reshape(-1, blocks.shape[2]), stop.reshape(-1)

@@ -101,7 +101,7 @@ def items_of(lists: Lists, problem: Problem) -> Items:
     slot = search(first[..., 1:], item + 1)  # the first slot whose items end after this one
     of = jnp.minimum(slot, problem.slots - 1)
     take = lambda a, at: jnp.take_along_axis(a, at, axis=-1)
-    begin = take(starts, of) + (item - take(first, of)) * ITEM
+    begin = take(starts, of) + (item[None, None] - take(first, of)) * ITEM
     end = jnp.where(slot < problem.slots, jnp.minimum(begin + ITEM, take(starts, of + 1)), begin)
     return Items(query, slot, begin, end, first)
 
