@@ -49,7 +49,7 @@ def lists_of(x: Operands, size: int) -> Lists:
 
 
 def _lists_of_one(blocks: Array, cuts: Array | None, *, keys: int, slots: int, size: int) -> Lists:
-    (queries, _, n), slot = blocks.shape, jnp.arange(slots, dtype=jnp.int32)
+    queries, slot = blocks.shape[0], jnp.arange(slots, dtype=jnp.int32)
     place = places(cuts, queries, keys)
     if cuts is None:
         before, first = jnp.zeros((queries,), jnp.int32), slot * size
@@ -61,10 +61,14 @@ def _lists_of_one(blocks: Array, cuts: Array | None, *, keys: int, slots: int, s
         owner = jnp.minimum(entries_until(after, slot), after.shape[0] - 1)
         first = cuts[owner] + (slot - all_before[owner]) * size
     visible = (blocks >= 0) & (blocks < (-(-place.stop // size))[:, None, None])
-    earlier = jnp.asarray(np.tri(n, k=-1, dtype=bool))
-    again = ((blocks[..., :, None] == blocks[..., None, :]) & earlier).any(-1)
-    found = jnp.where(visible & ~again, blocks + before[:, None, None], NONE)
+    found = jnp.where(visible & ~listed_before(blocks), blocks + before[:, None, None], NONE)
     return Lists(found, first, place.first + place.stop)
+
+
+def listed_before(blocks: Array) -> Array:
+    """Which entries of lists [..., n] stand earlier in their list too."""
+    earlier = jnp.asarray(np.tri(blocks.shape[-1], k=-1, dtype=bool))
+    return ((blocks[..., :, None] == blocks[..., None, :]) & earlier).any(-1)
 
 
 def tokens_in_slots(x: Operands, size: int) -> Array:

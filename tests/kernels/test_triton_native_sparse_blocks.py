@@ -1,12 +1,10 @@
 """native_sparse_blocks in Triton: its lists by the interpreter, beside those in plain JAX."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ejkernel.kernels._xla.native_sparse_blocks import native_sparse_blocks as by_xla
-from ejkernel.primitives.native_sparse_blocks import NativeSparseBlocksSpec, Operands
 from ejkernel.types import KernelConfig
 
 triton = pytest.importorskip("triton")
@@ -14,27 +12,10 @@ from ejkernel.kernels._triton import _launch  # noqa: E402
 from ejkernel.kernels._triton.native_sparse_blocks import kernels  # noqa: E402
 
 from . import interpreter  # noqa: E402
+from .block_selection import CALLS, operands  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("strict")
 CONFIG = KernelConfig(block_q=16, block_k=16)
-CALLS = {
-    "square": dict(b=2, s=150, t=150),
-    "few queries": dict(s=9, t=150),
-    "more queries than keys": dict(s=70, t=40),
-    "packed": dict(b=2, s=150, t=150, cuts=(0, 3, 3, 70, 101, 150)),
-    "a part is packed": dict(s=150, t=150, cuts=(20, 61, 140)),
-    "one list for all": dict(s=60, t=60, h=3, g=1, n=12),
-    "three features of eight": dict(s=60, t=60, d=24, size=7),
-    "its own block alone": dict(s=60, t=60, n=1),
-    "its own block and the first": dict(s=60, t=60, n=2),
-}
-
-
-def operands(dtype, b=1, s=150, t=150, h=4, g=2, d=16, n=6, size=8, cuts=None):
-    normal = lambda key, *shape: jax.random.normal(jax.random.key(key), shape, jnp.float32).astype(dtype)
-    cuts = None if cuts is None else jnp.asarray([cuts], jnp.int32)
-    x = Operands(normal(0, b, s, h, d), normal(1, b, t, g, d), jnp.arange(n, dtype=jnp.int32)[None], cuts)
-    return x, NativeSparseBlocksSpec(block_size=size, softmax_scale=d**-0.5)
 
 
 def lists(x, spec, config=CONFIG):

@@ -14,6 +14,7 @@ from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.native_sparse_decode_attention import NativeSparseDecodeAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
+from ..._native_sparse import listed_before
 from ..._native_sparse_decode import selected_blocks
 from ..._registry import kernel_registry, supported_if
 from . import _paged
@@ -78,9 +79,7 @@ def _table(blocks: Array, end: Array, size: int) -> tuple[Array, Array]:
     Entries that the query does not see, or that are listed before, come after them.
     """
     own = (end - 1) // size
-    earlier = jnp.asarray(np.tri(blocks.shape[2], k=-1, dtype=bool))[None, None]
-    again = ((blocks[..., :, None] == blocks[..., None, :]) & earlier).any(-1)
-    visible = (blocks >= 0) & (blocks <= own[..., None]) & ~again
+    visible = (blocks >= 0) & (blocks <= own[..., None]) & ~listed_before(blocks)
     is_own = visible & (blocks == own[..., None])
     order = jnp.argsort(jnp.where(visible, is_own.astype(jnp.int32), 2), axis=-1, stable=True)
     table = jnp.take_along_axis(jnp.where(visible, blocks, 0), order, axis=-1)

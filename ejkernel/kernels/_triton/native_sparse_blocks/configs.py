@@ -1,10 +1,11 @@
 """The configs of the kernel of native_sparse_blocks.
 
 block_q is the rows of a tile: neighbouring queries, each with the heads of its group. block_k is the blocks whose mean
-keys are multiplied in a step. The first is the one that was fastest on an H200, with 16k tokens or with 64k.
+keys are multiplied in a step. The first is the one that was fastest on an H200.
 """
 
 from ejkernel.kernels._triton._launch import shared_memory_limit
+from ejkernel.kernels._triton.native_sparse_attention.configs import padded_group, power_of_two
 from ejkernel.primitives.native_sparse_blocks import NativeSparseBlocksSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
@@ -15,22 +16,12 @@ SINGLE = ((64, 16, 8, 1), (16, 16, 4, 1))
 HOPPER_WIDE, HOPPER_SINGLE = (256, 32, 8, 2), (64, 32, 4, 1)
 
 
-def power_of_two(n: int) -> int:
-    """The least power of two ≥ n, at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
-def padded_group(operands: Operands) -> int:
-    """The rows of one query in a tile: the heads of a group, padded to a power of two."""
-    return 1 << (operands.q.shape[2] // operands.k.shape[2] - 1).bit_length()
-
-
 def space(operation: str, operands: Operands, spec: NativeSparseBlocksSpec, target: Target) -> list[KernelConfig]:
     """The candidates that fit into the shared memory of the target; the smallest one if none does."""
     found = [
         KernelConfig(rows, blocks, 16, warps, stages, platform=Platform.TRITON, backend=Backend.GPU)
         for rows, blocks, warps, stages in _candidates(operands, target)
-        if rows >= padded_group(operands)
+        if rows >= _padded(operands)
     ]
     limit = shared_memory_limit(target)
     return [config for config in found if shared_memory(operation, operands, config) <= limit] or found[-1:]
@@ -49,6 +40,11 @@ def _candidates(operands: Operands, target: Target) -> tuple[tuple[int, ...], ..
     return HALF
 
 
+def _padded(operands: Operands) -> int:
+    """The rows of one query in a tile."""
+    return padded_group(operands.q.shape[2] // operands.k.shape[2])
+
+
 def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
     """An upper bound of the bytes of shared memory: tiles of queries and of mean keys, which are in two parts.
 
@@ -56,7 +52,7 @@ def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> i
     """
     del operation
     width, size, stages = power_of_two(operands.q.shape[3]), operands.q.dtype.itemsize, max(1, config.num_stages)
-    rows = max(config.block_q, padded_group(operands))
+    rows = max(config.block_q, _padded(operands))
     queries, means = rows * width, config.block_k * width
     tiles = 2 * queries + (stages + 1) * means if size == 4 else queries + 2 * stages * means
     return size * tiles + 4 * rows * config.block_k + 1024

@@ -19,6 +19,7 @@ import triton.language as tl
 from jax import Array
 
 from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton.native_sparse_attention.configs import padded_group, power_of_two
 from ejkernel.kernels._triton.native_sparse_attention.tiles import LOG2E
 from ejkernel.primitives.native_sparse_blocks import NativeSparseBlocksSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
@@ -26,7 +27,6 @@ from ejkernel.xla_utils.parts import parts_of
 from ejkernel.xla_utils.sequence_blocks import ended_blocks, mean_keys, places
 
 from .choice import choose, find_best
-from .configs import power_of_two
 
 ROWS_OF_MULTIPROCESSOR = 512
 """Of the tiles that a multiprocessor has at once, as far as its registers allow."""
@@ -68,7 +68,7 @@ class Problem:
     @property
     def PADDED(self) -> int:
         """The rows of one query in a tile: the heads of a group, padded to a power of two."""
-        return 1 << (self.heads - 1).bit_length()
+        return padded_group(self.heads)
 
     @property
     def WIDTH(self) -> int:
