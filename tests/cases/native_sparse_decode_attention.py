@@ -53,8 +53,8 @@ FAMILIES = (
 # --- For the tests of pairs of features -------------------------------------------------------------------------------
 
 COMPRESSED = dict(v_cmp="b x g e", g_cmp="b h")
-SIZES_OF_PAIRS = dict(b=4, h=4, g=2, t=200, x=12, d=64, e=64, n=4)
-ARRAYS = CACHE | dict(k_cmp="b x g d", sequence_end=Operand("b", ends(200)))
+SIZES_OF_PAIRS = dict(b=4, h=4, g=2, t=192, x=12, d=64, e=64, n=4)
+ARRAYS = CACHE | dict(k_cmp="b x g d", sequence_end=Operand("b", ends(192)))
 PLAIN = plain("native_sparse_decode_attention", SIZES_OF_PAIRS, ARRAYS, block_size=16, block_counts=4)
 
 FEATURES = DTYPES | {
@@ -65,6 +65,7 @@ FEATURES = DTYPES | {
     "gated window": Feature("window", operands=dict(g_swa="b h"), options=dict(window=20)),
     "scale": option(softmax_scale=0.3),
     "indices": option(return_block_indices=True),
+    "a cache that is not whole blocks": sized("keys", t=200),
     "one sequence": sized("sequences", b=1),
     "one head": sized("heads", h=1, g=1),
     "wide values": sized("values", e=128),

@@ -103,9 +103,13 @@ def native_sparse_blocks(*operands: Array | None, spec: NativeSparseBlocksSpec, 
         before = jnp.take_along_axis(rows, place.sequence, 1)
     means = jax.vmap(lambda k, cuts: mean_keys(k, cuts, spec.block_size), (0, None if cuts is None else 0))(x.k, cuts)
     high, low = (*parts_of(means, x.q.dtype), None)[:2]
-    precision = "ieee" if _launch.is_rocm() else "tf32x3"
-    shapes = B, S, H, G, D, means.shape[1], spec.block_size, x.ranks.shape[1]
-    return Outputs(_lists(x.q, high, low, before, place.stop, Problem(*shapes, spec.softmax_scale, precision), config))
+    problem = Problem(B, S, H, G, D, means.shape[1], spec.block_size, x.ranks.shape[1], spec.softmax_scale, precision())
+    return Outputs(best_blocks(x.q, high, low, before, place.stop, problem, config))
+
+
+def precision() -> str:
+    """Triton's input_precision of products in float32: TF32 in three parts, where there is TF32."""
+    return "ieee" if _launch.is_rocm() else "tf32x3"
 
 
 def _by_batch(f, cuts: Array | None, batch: int):
@@ -115,10 +119,19 @@ def _by_batch(f, cuts: Array | None, batch: int):
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (batch, *a.shape)), f(None))
 
 
-def _lists(
+def best_blocks(
     q: Array, high: Array, low: Array | None, before: Array, stop: Array, problem: Problem, config: KernelConfig
 ) -> Array:
-    """The lists, by as many programs as run at once; each has a tile after another, and scratch for one."""
+    """The lists, by as many programs as run at once; each has a tile after another, and scratch for one.
+
+    Args:
+        q: queries [b, s, h, d].
+        high, low: the mean keys [b, slots, g, d] in q's dtype, and what they leave, or None.
+        before: [b, s] int32, the slot of the first block of each query's sequence.
+        stop: [b, s] int32, the number of keys that each query sees, of which its own is the last.
+        problem: the shapes.
+        config: of the kernel.
+    """
     queries = max(1, config.block_q // problem.PADDED)
     tiles, rows = triton.cdiv(problem.S, queries) * problem.G * problem.B, queries * problem.PADDED
     at_once = max(1, ROWS_OF_MULTIPROCESSOR // rows) * (_launch.multiprocessors() or 1)
