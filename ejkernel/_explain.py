@@ -11,7 +11,7 @@ from .kernels._dispatch import Candidate, candidates, table
 from .modules._composed import COMPOSED, told
 from .modules._operation import OPERATIONS, types_of_call
 from .modules._primitive_kernel import KERNELS
-from .modules.operations._arguments import platform_of
+from .modules.operations._configs import platform_of
 from .ops import default_executor
 from .ops.utils.devices import device_target, target_of
 from .ops.utils.operands import is_traced

@@ -7,7 +7,7 @@ import pytest
 from cases import assert_close
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import collectives
+from programs import collectives, equations
 
 import ejkernel
 from ejkernel import lax, modules
@@ -45,6 +45,13 @@ def test_two_calls_give_the_same(x):
 @pytest.mark.parametrize("lambda_", (0.3, 2, np.float32(0.3), jnp.float32(0.3)), ids=lambda x: type(x).__name__)
 def test_one_factor(x, lambda_):
     assert_close(of(x | dict(lambda_=lambda_)), of(x | dict(lambda_=jnp.full(4, float(lambda_)))))
+
+
+def test_a_platform_alone_is_that_of_both_attentions(x):
+    program = jax.make_jaxpr(lambda x: of(x, config={"platform": "xla"}))(x)
+    configs = {equation.params["config"] for equation in equations(program.jaxpr, "flash_attention")}
+    alone = jax.make_jaxpr(lambda x: modules.flash_attention(x["q1"], x["k1"], x["v"], platform="xla"))(x)
+    assert configs == {equation.params["config"] for equation in equations(alone.jaxpr, "flash_attention")} != set()
 
 
 def test_equal_attentions_cancel(x):

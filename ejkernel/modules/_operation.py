@@ -23,7 +23,8 @@ from ..types import KernelConfig, OperationConfig, Platform
 from ._argument_names import lax_arguments, modules_names
 from ._over_mesh import over_mesh
 from ._primitive_kernel import ExecutorOfForward, PrimitiveKernel
-from .operations._arguments import align, config_of, platform_of
+from .operations._arguments import align
+from .operations._configs import config_of, platform_alone, platform_of
 
 Result = TypeVar("Result", covariant=True)
 
@@ -136,14 +137,19 @@ class Operation(Kernel):
     @classmethod
     def call(cls, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """The operation under the arguments of the lax API."""
+        if (platform := platform_alone(config)) is not None:
+            config, kwargs = None, {"platform": platform, **kwargs}
         config = config_of(cls.algorithm.name, config, cls.config_class)
         return default_executor().call(lambda: cls.invocation(*args, **kwargs), config)
 
     @classmethod
     def run_prepared(cls, prepared: Prepared[Result], config: Any = None) -> Result:
         """The result of a call that is prepared, and to which operands may have been added since."""
-        name = cls.algorithm.name
-        inv = KERNELS[name].invocation(align(cls.algorithm.forward, prepared.named), prepared.spec)
+        name, platform = cls.algorithm.name, platform_alone(config)
+        if platform is not None:
+            config = None
+        named = align(cls.algorithm.forward, prepared.named)
+        inv = KERNELS[name].invocation(named, prepared.spec, platform=platform_of(name, platform))
         return prepared.finish(default_executor().run(inv, config_of(name, config, cls.config_class)))
 
     @classmethod

@@ -12,7 +12,7 @@ from ..types import ConfigLike, Platform
 from ._argument_names import modules_parameters
 from ._operation import Operation
 from ._signatures import annotations_of, result_type
-from .operations._arguments import config_of
+from .operations._configs import config_of, platform_alone
 
 _SPECS = Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec]
 OWN_PARAMETERS = {
@@ -37,6 +37,8 @@ def public_function(operation: type[Operation]) -> Callable[..., Any]:
     kernel = operation()
 
     def call(*args, cfg=None, **kwargs):
+        if kwargs.get("platform") is None and (platform := platform_alone(cfg)) is not None:
+            cfg, kwargs = None, {**kwargs, "platform": platform}
         return default_executor()(kernel, *args, cfg=config_of(name, cfg, operation.config_class), **kwargs)
 
     call.__name__ = call.__qualname__ = name
@@ -56,6 +58,7 @@ def _doc(operation: type[Operation]) -> str:
         "Args:\n"
         '    platform: "triton", "pallas", "cuda", "cute" or "xla": only that platform; None or "auto" for the best.\n'
         f"    cfg: a {operation.config_class.__name__} or a mapping of its fields, in place of the chosen one;\n"
+        "        one with a platform alone is as `platform=`.\n"
         "        `ejkernel.explain` shows the values of `algorithm`. A pair configures the forward and the backward\n"
         "        of a gradient.\n"
         "    mesh: runs under `jax.shard_map` on this mesh.\n"

@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Integer, Key, UInt32
 
 from .config import BwdParams, FwdParams, OperationConfig
 
-#: A config instead of the chosen one: `KernelConfig(block_q=64)`, say, or a mapping of its fields.
+#: A config instead of the chosen one: `KernelConfig(block_q=64)`, say, or a mapping of its fields; of a mapping
+#: with a platform alone the other fields are chosen.
 OneConfig: TypeAlias = OperationConfig | FwdParams | BwdParams | Mapping[str, Any]
 #: One config, or a pair, of the forward and of the backward of a gradient.
 ConfigLike: TypeAlias = OneConfig | tuple[OneConfig, OneConfig]

@@ -96,6 +96,20 @@ def test_two_executors_are_two_programs(no_default):
     assert heard[0] == heard[1] != []
 
 
+@each(first_of_each(OURS), first=())
+def test_a_config_of_a_platform_alone_has_its_other_fields_chosen(case):
+    """In both APIs, as with `platform=`."""
+    modules, renamed = getattr(ejkernel.modules, case.operation), OPERATIONS[case.operation].renamed
+    given = {renamed.get(n, n): x for n, x in {**case.arrays(), **case.options}.items()}
+    calls = (
+        lambda: modules(**given, platform="xla"),
+        lambda: modules(**given, cfg={"platform": "xla"}),
+        lambda: getattr(ejkernel.lax, case.operation)(**case.arrays(), **case.options, config={"platform": "xla"}),
+    )
+    programs = [[e.params["config"] for e in equations(jax.make_jaxpr(call)().jaxpr, case.operation)] for call in calls]
+    assert programs[0] == programs[1] == programs[2] != []
+
+
 @each([case for case in first_of_each(OURS) if "triton" in platforms_of(case.operation)], first=())
 def test_a_platform_that_is_elsewhere(case):
     """`platform=` applies to the device that a program is lowered for, which may differ from the one that traces it.

@@ -38,6 +38,15 @@ def test_collectives_of_a_ring():
         assert 8 <= found["collective-permute"] <= 12
 
 
+@pytest.mark.parametrize("strategy", ("ring", "ulysses"))
+def test_a_platform_alone_is_that_of_each_attention(strategy):
+    f, x = local_call(2, causal=True, strategy=strategy, config={"platform": "xla"})
+    plain, _ = local_call(2, causal=True, strategy=strategy)
+    configs = lambda f: [e.params["config"] for e in equations(jax.make_jaxpr(squares(f))(x).jaxpr, "flash_attention")]
+    assert configs(f) == configs(plain) != []
+    assert {config.platform for config in configs(f)} == {"xla"}
+
+
 @pytest.mark.core
 def test_a_window_ends_the_ring():
     """Of eight shards of 64 tokens a window of 65 keys spans two; a window to the right adds one on the other side."""

@@ -4,7 +4,6 @@ Wrong arguments raise here, before anything is traced or compiled, with messages
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import jax
@@ -13,11 +12,10 @@ import numpy as np
 from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...errors import a_type, shown, type_error, value_error
+from ...errors import shown, type_error, value_error
 from ...ops.utils.operands import number_of
 from ...primitives._factory import KernelPrimitive
 from ...primitives._sharding import aligned, explicit_axes_of, resharded
-from ...types import BwdParams, FwdParams, OperationConfig, Platform, checked_config
 from ...types.config import LARGEST_SIZE
 from ...xla_utils.symbolic import is_symbolic
 
@@ -190,46 +188,6 @@ def size_of(operation: str, name: str, x: Any) -> int:
     if found is None or found > LARGEST_SIZE:
         raise value_error(operation, f"{name} is {shown(x)}; it must be a positive int of 32 bits")
     return found
-
-
-def platform_of(operation: str, platform: Platform | str | None) -> Platform | str:
-    """The platform that a user asks for, or "auto" if any will do."""
-    if platform is not None and (not isinstance(platform, str) or platform not in ("auto", *Platform)):
-        raise value_error(operation, f"platform {shown(platform)} is unknown; known are auto, {', '.join(Platform)}")
-    return platform or "auto"
-
-
-def config_of(
-    operation: str, config: Any, of: type[OperationConfig]
-) -> OperationConfig | tuple[OperationConfig, OperationConfig] | None:
-    """The config that a user gives, or the pair of configs for forward and backward; None if none is given."""
-    if config is None:
-        return None
-    if isinstance(config, tuple):
-        if len(config) != 2:
-            raise value_error(operation, f"config is a tuple of {len(config)}; a pair is (forward, backward)")
-        forward, backward = config
-        return _one_config(operation, forward, of), _one_config(operation, backward, of, BwdParams)
-    return _one_config(operation, config, of)
-
-
-def _one_config(
-    operation: str, config: Any, of: type[OperationConfig], short: type[FwdParams | BwdParams] = FwdParams
-) -> OperationConfig:
-    """A config from a config, from a mapping of its fields, or from a short form of `KernelConfig`."""
-    known = {field.name for field in fields(of)}
-    if isinstance(config, Mapping):
-        if unknown := sorted(map(str, config.keys() - known)):
-            raise value_error(operation, f"config has no field {', '.join(unknown)}; the fields are {sorted(known)}")
-        config = of(**config)
-    elif not isinstance(config, OperationConfig | FwdParams | BwdParams):
-        which, where = "", ""
-        if type(config).__name__ == of.__name__:  # of another module, as ejkernel.modules.operations.configs
-            which, where = f" of {type(config).__module__}", f" of {of.__module__}"
-        raise type_error(
-            operation, f"config is {a_type(config)}{which}; it must be a {of.__name__}{where} or a mapping"
-        )
-    return checked_config(operation, config, of, short)
 
 
 def block_pair(operation: str, block_size: Any) -> tuple[int, int]:

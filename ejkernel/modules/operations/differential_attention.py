@@ -17,8 +17,9 @@ from ...primitives.flash_attention import flash_attention as algorithm
 from ...types import ConfigLike, CuSeqlens, Scale, Window
 from .._argument_names import renaming
 from .._composed import composed
-from ._arguments import array, config_of, require_dtype, static_number, vary_alike
+from ._arguments import array, require_dtype, static_number, vary_alike
 from ._attention import attention_call
+from ._configs import config_of_parts
 from .flash_attention import FlashAttention
 
 NAME = "differential_attention"
@@ -117,7 +118,7 @@ def differential_attention(
     _check_alike(k1=k1, k2=k2)
     arrays = dict(q1=q1, k1=k1, q2=q2, k2=k2, v=v, lambda_=_factor(lambda_, q1))
     q1, k1, q2, k2, v, lambda_ = _aligned(arrays).values()
-    options["config"] = config_of(NAME, config, FlashAttention.config_class)
+    options["config"] = config_of_parts(NAME, config, FlashAttention.config_class)
     first, second = (
         FlashAttention.call(q, k, v, **visible, **options).astype(lambda_.dtype) for q, k in ((q1, k1), (q2, k2))
     )

@@ -17,7 +17,6 @@ from .._composed import composed, tell
 from ._arguments import (
     array,
     axis_size,
-    config_of,
     require_known,
     size_or_none,
     static_bool,
@@ -25,6 +24,7 @@ from ._arguments import (
     window_pair,
 )
 from ._attention import attention_call, pairwise
+from ._configs import config_of_parts
 from ._ring import ring
 from ._ring_exchange import all_gather, no_pairs, one_device, ulysses, usp
 from ._ring_hop import Ring
@@ -183,7 +183,7 @@ def ring_attention(
     if packed and "dropout_key" in arrays:
         rule = "flash_attention draws for the tokens of each sequence; give segment ids, which are of one sequence"
         raise value_error(NAME, f"dropout is for sequences that are not packed: {rule}", **cuts)
-    options |= dict(softmax_scale=scale, config=config_of(NAME, config, FlashAttention.config_class))
+    options |= dict(softmax_scale=scale, config=config_of_parts(NAME, config, FlashAttention.config_class))
     call = Ring(axis_name, size, layout, visible, options)
     chosen, reason = _strategy(strategy, call, arrays)
     tell(f"strategy {chosen}: {reason}")
