@@ -3,15 +3,16 @@
 The equations are those of `gated_delta_rule`. Sequences of one token are computed all at once, except on a CPU, where
 a loop replaces one state after the other in its place: this is an eighth of the time of gathering all states and
 scattering them. The loop over chunks has as many steps as the longer sequences need, none in a step of decoding.
-Under `vmap`, the steps of a batch are computed as one step, with all sequences and one pool of all states.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ejkernel.kernels._ragged_gated_delta_rule import Sequences, as_one_step, sequences_of
 from ejkernel.kernels._registry import configured_by, kernel_registry
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec
 from ejkernel.primitives.ragged_gated_delta_rule import Operands, Outputs
@@ -32,7 +33,7 @@ def reference(*operands: Array | None, spec: GatedDeltaRuleSpec = GatedDeltaRule
     """The formula of `gated_delta_rule`, from the states of the pool."""
 
     def step(x: Operands) -> Outputs:
-        first, after, slot = _sequences(x)
+        first, after, slot = sequences_of(x)
         initial = x.states.at[slot].get(mode="fill", fill_value=0)[None]
         tokens = (x.q, x.k, x.v, x.beta, x.g)
         tokens = (None if a is None else a[None] for a in tokens)
@@ -41,13 +42,6 @@ def reference(*operands: Array | None, spec: GatedDeltaRuleSpec = GatedDeltaRule
         return Outputs(o[0], x.states.at[slot].set(final[0].astype(x.states.dtype), mode="drop"))
 
     return over_batch(step, Operands(*operands))
-
-
-def _sequences(x: Operands) -> tuple[Array, Array, Array]:
-    """The first token of each sequence, the one after its last, and its slot in the pool, out of range for none."""
-    cuts, states = x.query_start_loc.clip(0, x.q.shape[-3]), x.states.shape[-4]
-    is_place = (x.state_indices >= 0) & (x.state_indices < states)
-    return cuts[..., :-1], cuts[..., 1:], jnp.where(is_place, x.state_indices, states)
 
 
 def heuristic(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> RecurrenceConfig:
@@ -69,24 +63,15 @@ def ragged_gated_delta_rule(
     config: RecurrenceConfig = RecurrenceConfig(),
 ) -> Outputs:
     """o, and the pool with the states after the step."""
-    x = Operands(*operands)
-    batch = max(a.shape[0] for a in x if a is not None)
-    tokens, states = x.q.shape[1], x.states.shape[1]
-    first, after, slot = _sequences(x)
-    of_step = jnp.arange(batch, dtype=np.int32)[:, None]
-    first, after = (a + of_step * tokens for a in (first, after))
-    slot = jnp.where(slot < states, slot + of_step * states, batch * states)
-    together = lambda a: jnp.broadcast_to(a, (batch, *a.shape[1:])).reshape(batch * a.shape[1], *a.shape[2:])
-    whole = Operands(*(None if a is None else together(a) for a in x))
-    size = max(1, at_most(config.chunk_size, tokens))
-    o, pool = _step(whole, spec, config, size, *map(together, (first, after, slot)))
-    return Outputs(o.reshape(batch, tokens, *o.shape[1:]), pool.reshape(batch, states, *pool.shape[1:]))
+    size = max(1, at_most(config.chunk_size, operands[0].shape[1]))
+    return as_one_step(partial(_step, spec=spec, config=config, size=size), Operands(*operands))
 
 
 def _step(
-    x: Operands, spec: GatedDeltaRuleSpec, config: RecurrenceConfig, size: int, first: Array, after: Array, slot: Array
+    x: Operands, at: Sequences, *, spec: GatedDeltaRuleSpec, config: RecurrenceConfig, size: int
 ) -> tuple[Array, Array]:
-    """o [t,h,e] and the pool after the sequences of tokens first ≤ i < after, in chunks of `size` tokens."""
+    """o [t,h,e] and the pool after the sequences, in chunks of `size` tokens."""
+    first, after, slot = at
     o = varying_like(x, jnp.zeros(x.v.shape, x.q.dtype))
     if x.v.size == 0:
         return o, x.states

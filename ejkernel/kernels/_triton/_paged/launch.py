@@ -6,7 +6,6 @@ others have rows of a larger tile, which are not split. Each launch computes its
 before it left.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import triton
 from jax import Array
 
 from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._in_place import launch_in_place
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import KernelConfig
 
@@ -250,26 +250,10 @@ def _launched(
     zeroed: str = "",
     **sizes: int,
 ) -> Results:
-    """The outputs of a launch by name: new ones, of which one may be zeroed, and those in the place of given arrays.
-
-    New ones come first: a launch gets the buffers of its operands, and for further parameters the first of its results.
-    """
+    """The outputs of a launch by name, new ones and those in the place of given arrays."""
     placed = {name: placed[name] for name in ("o", "lse") if name in placed}  # in the order of the parameters
-    first = sum(a is not None for a in operands)
-    out_type = (*new.values(), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in placed.values()))
-    with warnings.catch_warnings():
-        # jax-triton would rather have references of JAX, which no rule of lowering can make.
-        warnings.filterwarnings("ignore", ".*_(aliases|outputs) is deprecated", DeprecationWarning)
-        found = _launch.launch(
-            kernel, *operands, *placed.values(), out_type=out_type, grid=grid,
-            config=KernelConfig(num_warps=tiles.warps, num_stages=tiles.stages),
-            input_output_aliases={first + n: len(new) + n for n in range(len(placed))},
-            zeroed_outputs=tuple(n for n, name in enumerate(new) if name == zeroed),
-            problem=problem, schedule=schedule, **unwanted, **sizes,
-        )  # fmt: skip
-    found = dict(zip((*new, *placed), found, strict=True))
-    if not placed:
-        return found
-    # XLA fuses a call with the update of a slice that its result goes into, as in a scan, and lets it write there
-    # rather than in the place of its operand. A barrier, which costs nothing, keeps the two apart.
-    return found | jax.lax.optimization_barrier({name: found[name] for name in placed})
+    return launch_in_place(
+        kernel, *operands, placed=placed, new=new, zeroed=zeroed, grid=grid,
+        config=KernelConfig(num_warps=tiles.warps, num_stages=tiles.stages),
+        problem=problem, schedule=schedule, **unwanted, **sizes,
+    )  # fmt: skip

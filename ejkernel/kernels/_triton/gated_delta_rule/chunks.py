@@ -111,6 +111,8 @@ def chunk_kernel(
     p: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip
     batch, head, of_chunk, at, left = chunk_of_program(first, length, chunk, owner, p)
+    if p.N is not None and left <= 0:  # the chunk of no sequence
+        return
     q_tile, k_tile = queries_and_keys(q, k, batch, at, left, head, p)
     gate, G, U, T = tiles.gates(g, None, None, batch, at, left, head, 0, 1, p)
     q_norm, k_norm = inverse_norms(q_tile, NORMALISED, p) * p.scale, inverse_norms(k_tile, NORMALISED, p)

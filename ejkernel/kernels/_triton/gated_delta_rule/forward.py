@@ -67,6 +67,21 @@ def forward_kernel(
 ):  # fmt: skip
     column, head, batch, number, token, tokens, first_chunk = block_of_program(first, length, chunk, COLUMNS, p)
     state = tiles.first_state(start, number, 0, p.D_PAD, column, COLUMNS, p)
+    state = last_state(
+        state, q, q_since, x_to_o, k, v, beta, k_since, total, x_to_state, deltas, o, states,
+        batch, head, token, tokens, first_chunk, column, p, COLUMNS,
+    )  # fmt: skip
+    if final is not None:
+        address, exists = tiles.state_pointers(final, number, 0, p.D_PAD, column, COLUMNS, p)
+        tl.store(address, state, mask=exists)
+
+
+@triton.jit
+def last_state(
+    state, q, q_since, x_to_o, k, v, beta, k_since, total, x_to_state, deltas, o, states,
+    batch, head, token, tokens, first_chunk, column, p: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The state after the chunks of a sequence, of which o, and what gradients need, are stored."""
     for c in tl.range(0, (tokens + p.C - 1) // p.C):
         at, left = token + c * p.C, tokens - c * p.C
         of_chunk = (batch * p.chunks + first_chunk + c) * p.H + head
@@ -89,9 +104,7 @@ def forward_kernel(
             tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
         out_tile = tiles.load_tile(x_to_state, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p)
         state = chunks.add_product(state * tl.load(total + of_chunk), tl.trans(out_tile), x_tile, p)
-    if final is not None:
-        address, exists = tiles.state_pointers(final, number, 0, p.D_PAD, column, COLUMNS, p)
-        tl.store(address, state, mask=exists)
+    return state
 
 
 @triton.jit

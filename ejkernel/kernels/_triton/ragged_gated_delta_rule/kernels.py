@@ -1,0 +1,138 @@
+"""The kernels of ragged_gated_delta_rule: one for sequences of one token, and two for chunks of the others.
+
+A program has a block of columns of a head's state of one sequence, which it reads from the pool and writes back. For
+the only token of a sequence
+
+    u = β (v − exp(g) hᵀ k),    h' = exp(g) h + k uᵀ,    o = scale (exp(g) hᵀ q + (k·q) u)
+
+and chunks are those of gated_delta_rule. Each launch leaves the sequences of the others alone, in the pool and in o.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from ejkernel.kernels._ragged_gated_delta_rule import Sequences, as_one_step
+from ejkernel.kernels._triton._in_place import launch_in_place
+from ejkernel.kernels._triton._recurrence import tiles
+from ejkernel.kernels._triton._recurrence.problem import places_of
+from ejkernel.kernels._triton.gated_delta_rule import chunks
+from ejkernel.kernels._triton.gated_delta_rule.forward import last_state
+from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec
+from ejkernel.primitives.gated_delta_rule import Operands as Dense
+from ejkernel.primitives.ragged_gated_delta_rule import Operands, Outputs
+from ejkernel.types.recurrence import RecurrenceConfig
+
+COLUMNS_OF_TOKEN = 16
+"""Columns of a state that a program for a single token has."""
+
+
+def ragged_gated_delta_rule(*operands: Array | None, spec: GatedDeltaRuleSpec, config: RecurrenceConfig) -> Outputs:
+    """o, and the pool with the states after the step."""
+    return as_one_step(lambda x, at: _step(x, at, spec, config), Operands(*operands))
+
+
+def _step(x: Operands, at: Sequences, spec: GatedDeltaRuleSpec, config: RecurrenceConfig) -> tuple[Array, Array]:
+    is_one = at.after - at.first == 1
+    spans = jnp.stack([at.first, jnp.where(is_one, at.first, at.after)], -1)[None]
+    packed = Dense(*(None if a is None else a[None] for a in (x.q, x.k, x.v, x.beta, x.g)), spans=spans)
+    p, slots = chunks.problem(packed, spec, config), x.states.shape[0]
+    places = places_of(packed, p)
+    slot = at.slot.astype(jnp.int32)
+
+    columns = min(COLUMNS_OF_TOKEN, p.V_PAD)
+    found = launch_in_place(
+        token_kernel, x.q, x.k, x.v, x.beta, x.g, at.first, is_one, slot,
+        placed=dict(states=x.states),
+        new=dict(o=jax.ShapeDtypeStruct(x.v.shape, x.q.dtype)),
+        zeroed="o",
+        grid=p.N * p.H * triton.cdiv(p.V, columns),
+        config=RecurrenceConfig(num_warps=4, num_stages=1),
+        p=p, SLOTS=slots, COLUMNS=columns, NORMALISED=spec.use_qk_l2norm,
+    )  # fmt: skip
+    of = chunks.chunks_of(packed, spec, places, p, config, for_gradients=False)
+    columns = min(config.block_v, p.V_PAD)
+    found = launch_in_place(
+        chunks_kernel, x.q, of.q_since, of.x_to_o, x.k, x.v, x.beta, of.k_since, of.total, of.x_to_state,
+        *places[:3], slot,
+        placed=dict(o=found["o"], states=found["states"]),
+        new={},
+        grid=p.N * p.H * triton.cdiv(p.V, columns),
+        config=config,
+        p=p, SLOTS=slots, COLUMNS=columns,
+    )  # fmt: skip
+    return found["o"], found["states"]
+
+
+@triton.jit
+def token_kernel(
+    q, k, v, beta, g, first, is_one, slot,
+    states, o,
+    p: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, NORMALISED: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
+    column, head, n = (
+        tl.program_id(0) % blocks * COLUMNS,
+        tl.program_id(0) // blocks % p.H,
+        tl.program_id(0) // (blocks * p.H),
+    )
+    if tl.load(is_one + n):
+        token = tl.cast(tl.load(first + n), tl.int64)
+        address, exists = place_in_pool(states, slot, n, head, column, SLOTS, COLUMNS, p)
+        state = tl.load(address, mask=exists, other=0.0).to(tl.float32)
+        k_row = row_of_token(k, token, head // p.per_key, p.HK, NORMALISED, p)
+        q_row = row_of_token(q, token, head // p.per_query, p.HQ, NORMALISED, p) * p.scale
+        decay = 1.0
+        if g is not None:
+            decay = chunks.exp(tiles.finite(tl.load(g + token * p.H + head).to(tl.float32)), p)
+        e = column + tl.arange(0, COLUMNS)
+        of_token = (token * p.H + head) * p.V + e
+        v_row = tl.load(v + of_token, mask=e < p.V, other=0.0).to(tl.float32)
+        retrieved, read = tl.sum(k_row[:, None] * state, 0) * decay, tl.sum(q_row[:, None] * state, 0) * decay
+        u = tl.load(beta + token * p.H + head).to(tl.float32) * (v_row - retrieved)
+        tl.store(o + of_token, (read + tl.sum(q_row * k_row, 0) * u).to(o.dtype.element_ty), mask=e < p.V)
+        state = state * decay + k_row[:, None] * u[None, :]
+        tl.store(address, state.to(states.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def chunks_kernel(
+    q, q_since, x_to_o, k, v, beta, k_since, total, x_to_state, first, length, chunk, slot,
+    o, states,
+    p: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
+    column, head, n = (
+        tl.program_id(0) % blocks * COLUMNS,
+        tl.program_id(0) // blocks % p.H,
+        tl.program_id(0) // (blocks * p.H),
+    )
+    token, tokens, first_chunk = tiles.sequence_at(0, n, first, length, chunk, p)
+    if tokens > 0:
+        address, exists = place_in_pool(states, slot, n, head, column, SLOTS, COLUMNS, p)
+        state = tl.load(address, mask=exists, other=0.0).to(tl.float32)
+        state = last_state(
+            state, q, q_since, x_to_o, k, v, beta, k_since, total, x_to_state, None, o, None,
+            0, head, token, tokens, first_chunk, column, p, COLUMNS,
+        )  # fmt: skip
+        tl.store(address, state.to(states.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def place_in_pool(states, slot, n, head, column, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, p: tl.constexpr):
+    """Pointers to a block of the state of sequence n, and which elements exist: none of a slot past the end."""
+    at = tl.load(slot + n)
+    address, exists = tiles.state_pointers(states, tl.cast(at, tl.int64) * p.H + head, 0, p.D_PAD, column, COLUMNS, p)
+    return address, exists & (at < SLOTS)
+
+
+@triton.jit
+def row_of_token(x, token, head, HEADS: tl.constexpr, NORMALISED: tl.constexpr, p: tl.constexpr):
+    """The row [D] of a token in an array [t,heads,D] in float32, divided by its norm if it is normalised."""
+    d = tl.arange(0, p.D_PAD)
+    row = tl.load(x + (token * HEADS + head) * p.D + d, mask=d < p.D, other=0.0).to(tl.float32)
+    if NORMALISED:
+        row *= tl.rsqrt(tl.sum(row * row, 0) + chunks.NORM_EPSILON)
+    return row
