@@ -21,6 +21,7 @@ MADE_WITH = {
     **{("_pallas/tpu", name): "_paged/kernel.py" for name in (*OF_PAGES, *ALSO_OF_PAGES_ON_TPU)},
     **{("_pallas/gpu", name): "ragged_page_attention/forward.py" for name in OF_PAGES},
     ("_pallas/gpu", "multi_latent_page_attention"): "multi_latent_page_attention/forward.py",
+    ("_pallas/tpu", "ragged_gated_delta_rule"): "gated_delta_rule/kernels.py",
     **{(folder, "flash_mla"): "flash_attention/configs.py" for folder in ("_triton", "_pallas/gpu", "_pallas/tpu")},
 }
 # Operations whose implementations call those of other operations.

@@ -79,7 +79,7 @@ def _step(
     if config.algorithm == SEQUENTIAL:
         o, pool = _decoded_in_place(x, spec, first, jnp.argsort(~is_one), is_one.sum(), slot, o)
     else:
-        o, pool = _decoded(x, spec, jnp.where(is_one, first, x.q.shape[0]), slot, o)
+        o, pool = decoded(x, spec, jnp.where(is_one, first, x.q.shape[0]), slot, o)
     spans = jnp.stack([first, jnp.where(is_one, first, after)], -1)
     return _prefilled(x, spec, size, spans, slot, o, pool)
 
@@ -90,7 +90,7 @@ def _tokens(x: Operands, at: Array) -> tuple:
     return tuple(None if a is None else of(a) for a in (x.q, x.k, x.v, x.beta, x.g))
 
 
-def _decoded(x: Operands, spec: GatedDeltaRuleSpec, token: Array, slot: Array, o: Array) -> tuple[Array, Array]:
+def decoded(x: Operands, spec: GatedDeltaRuleSpec, token: Array, slot: Array, o: Array) -> tuple[Array, Array]:
     """o and the pool after the sequences of one token; `token` [n] is out of range for all others."""
     dtype, count = statistics_dtype(x.q.dtype), x.states.shape[0]
     state = x.states.at[slot].get(mode="fill", fill_value=0).astype(dtype)
@@ -103,7 +103,7 @@ def _decoded(x: Operands, spec: GatedDeltaRuleSpec, token: Array, slot: Array, o
 def _decoded_in_place(
     x: Operands, spec: GatedDeltaRuleSpec, first: Array, order: Array, count: Array, slot: Array, o: Array
 ) -> tuple[Array, Array]:
-    """`_decoded` for the first `count` sequences in an order, one after the other; first and slot are [n]."""
+    """`decoded` for the first `count` sequences in an order, one after the other; first and slot are [n]."""
     dtype, slots = statistics_dtype(x.q.dtype), x.states.shape[0]
 
     def sequence(i, carry):

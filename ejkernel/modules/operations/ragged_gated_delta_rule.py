@@ -102,7 +102,6 @@ class RaggedGatedDeltaRule(Operation):
 
     algorithm = primitives
     config_class = RecurrenceConfig
-    outlook = "kernels for TPUs come later"
     prepare_arguments = staticmethod(ragged_gated_delta_rule_arguments)
 
     @classmethod
