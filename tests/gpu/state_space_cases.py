@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._xla.state_space_v2 import reference
-from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
+from ejkernel.primitives.state_space_v2 import Operands, StateSpaceSpec
 
 from . import recurrence_cases
 from .recurrence_cases import Draw, check, check_tangent, differentiable, directions, like
@@ -69,18 +69,15 @@ poisoned = partial(recurrence_cases.poisoned, names=("x", "B", "C", "dt"))
 formula = partial(recurrence_cases.formula, reference=reference)
 """(operands, spec, cotangents, dtype) → the formula's outputs and gradients; all in `dtype` if given."""
 
-tangent_of_formula = partial(recurrence_cases.tangent_of_formula, reference=reference)
-"""(operands, spec, tangents, dtype) → the tangents of the formula's outputs."""
 
-
-def check_all(forward, backward, tangent, x: Operands, dtype) -> None:
+def check_all(forward, backward, tangent, x, dtype, reference=reference) -> None:
     """Outputs, gradients and tangents against the formula in float64; tokens of no sequence hold NaN."""
     hidden, wrt = poisoned(x), differentiable(x)
     outputs = forward(*hidden)
-    cotangents = like(outputs)
+    cotangents, tangents = like(outputs), directions(x)
     gradients = dict(zip(wrt, backward(hidden, cotangents, wrt), strict=True))
-    exact, rounded = (formula(x, SPEC, cotangents, of) for of in (jnp.float64, None))
+    gradient_of = lambda of: recurrence_cases.formula(x, SPEC, cotangents, of, reference=reference)
+    tangent_of = lambda of: recurrence_cases.tangent_of_formula(x, SPEC, tangents, of, reference=reference)
+    exact, rounded = map(gradient_of, (jnp.float64, None))
     check((outputs, gradients), exact, rounded, dtype)
-    tangents = directions(x)
-    wanted = (tangent_of_formula(x, SPEC, tangents, of) for of in (jnp.float64, None))
-    check_tangent(Outputs(*tangent(hidden, tangents)), *wanted, dtype)
+    check_tangent(type(outputs)(*tangent(hidden, tangents)), *map(tangent_of, (jnp.float64, None)), dtype)

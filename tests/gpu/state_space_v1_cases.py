@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._xla.state_space_v1 import reference
-from ejkernel.primitives.state_space_v1 import Operands, Outputs, StateSpaceSpec
+from ejkernel.primitives.state_space_v1 import Operands, StateSpaceSpec
 
-from . import recurrence_cases
-from .recurrence_cases import Draw, check, check_tangent, differentiable, directions, like
+from . import recurrence_cases, state_space_cases
+from .recurrence_cases import Draw, check, differentiable, like
+
+__all__ = ["CASES", "SPEC", "Case", "check", "check_all", "differentiable", "formula", "like"]
 
 SPEC = StateSpaceSpec()
 
@@ -57,19 +59,8 @@ CASES = (
     Case("growth", decay=-0.5, step=0.02),
 )
 
-poisoned = partial(recurrence_cases.poisoned, names=("x", "B", "C", "dt"))
 formula = partial(recurrence_cases.formula, reference=reference)
-tangent_of_formula = partial(recurrence_cases.tangent_of_formula, reference=reference)
+"""(operands, spec, cotangents, dtype) → the formula's outputs and gradients; all in `dtype` if given."""
 
-
-def check_all(forward, backward, tangent, x: Operands, dtype) -> None:
-    """Outputs, gradients and tangents against the formula in float64; tokens of no sequence hold NaN."""
-    hidden, wrt = poisoned(x), differentiable(x)
-    outputs = forward(*hidden)
-    cotangents = like(outputs)
-    gradients = dict(zip(wrt, backward(hidden, cotangents, wrt), strict=True))
-    exact, rounded = (formula(x, SPEC, cotangents, of) for of in (jnp.float64, None))
-    check((outputs, gradients), exact, rounded, dtype)
-    tangents = directions(x)
-    wanted = (tangent_of_formula(x, SPEC, tangents, of) for of in (jnp.float64, None))
-    check_tangent(Outputs(*tangent(hidden, tangents)), *wanted, dtype)
+check_all = partial(state_space_cases.check_all, reference=reference)
+"""As for state_space_v2."""

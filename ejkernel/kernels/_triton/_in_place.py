@@ -1,7 +1,7 @@
 """The launch of Triton kernels that write some of their outputs in the place of given arrays."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -15,10 +15,10 @@ def launch_in_place(
     *operands: Array | None,
     placed: Mapping[str, Array],
     new: Mapping[str, jax.ShapeDtypeStruct],
-    zeroed: str = "",
+    zeroed: Container[str] = (),
     **how: Any,
 ) -> dict[str, Array]:
-    """The outputs of a launch by name: `new` ones, of which one may be zeroed, and those in the place of given arrays.
+    """The outputs of a launch by name: `new` ones, zeroed if named, and those in the place of given arrays.
 
     The parameters of a kernel are the operands, the placed arrays, and the new outputs: a launch gets the buffers of
     its operands, and for further parameters the first of its results. `how` is as for `_launch.launch`.
@@ -31,7 +31,7 @@ def launch_in_place(
         found = _launch.launch(
             kernel, *operands, *placed.values(), out_type=out_type,
             input_output_aliases={first + n: len(new) + n for n in range(len(placed))},
-            zeroed_outputs=tuple(n for n, name in enumerate(new) if name == zeroed),
+            zeroed_outputs=tuple(n for n, name in enumerate(new) if name in zeroed),
             **how,
         )  # fmt: skip
     found = dict(zip((*new, *placed), found, strict=True))

@@ -253,7 +253,7 @@ def _launched(
     """The outputs of a launch by name, new ones and those in the place of given arrays."""
     placed = {name: placed[name] for name in ("o", "lse") if name in placed}  # in the order of the parameters
     return launch_in_place(
-        kernel, *operands, placed=placed, new=new, zeroed=zeroed, grid=grid,
+        kernel, *operands, placed=placed, new=new, zeroed=(zeroed,), grid=grid,
         config=KernelConfig(num_warps=tiles.warps, num_stages=tiles.stages),
         problem=problem, schedule=schedule, **unwanted, **sizes,
     )  # fmt: skip

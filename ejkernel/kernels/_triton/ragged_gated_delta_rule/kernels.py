@@ -47,7 +47,7 @@ def _step(x: Operands, at: Sequences, spec: GatedDeltaRuleSpec, config: Recurren
         token_kernel, x.q, x.k, x.v, x.beta, x.g, at.first, is_one, slot,
         placed=dict(states=x.states),
         new=dict(o=jax.ShapeDtypeStruct(x.v.shape, x.q.dtype)),
-        zeroed="o",
+        zeroed=("o",),
         grid=p.N * p.H * triton.cdiv(p.V, columns),
         config=RecurrenceConfig(num_warps=4, num_stages=1),
         p=p, SLOTS=slots, COLUMNS=columns, NORMALISED=spec.use_qk_l2norm,
@@ -72,12 +72,7 @@ def token_kernel(
     states, o,
     p: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip
-    blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
-    column, head, n = (
-        tl.program_id(0) % blocks * COLUMNS,
-        tl.program_id(0) // blocks % p.H,
-        tl.program_id(0) // (blocks * p.H),
-    )
+    column, head, n = block_of_program(COLUMNS, p)
     if tl.load(is_one + n):
         token = tl.cast(tl.load(first + n), tl.int64)
         address, exists = place_in_pool(states, slot, n, head, column, SLOTS, COLUMNS, p)
@@ -103,12 +98,7 @@ def chunks_kernel(
     o, states,
     p: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
-    column, head, n = (
-        tl.program_id(0) % blocks * COLUMNS,
-        tl.program_id(0) // blocks % p.H,
-        tl.program_id(0) // (blocks * p.H),
-    )
+    column, head, n = block_of_program(COLUMNS, p)
     token, tokens, first_chunk = tiles.sequence_at(0, n, first, length, chunk, p)
     if tokens > 0:
         address, exists = place_in_pool(states, slot, n, head, column, SLOTS, COLUMNS, p)
@@ -118,6 +108,14 @@ def chunks_kernel(
             0, head, token, tokens, first_chunk, column, p, COLUMNS,
         )  # fmt: skip
         tl.store(address, state.to(states.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def block_of_program(COLUMNS: tl.constexpr, p: tl.constexpr):
+    """First column, head and sequence of a program."""
+    blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
+    column, of_head = tl.program_id(0) % blocks * COLUMNS, tl.program_id(0) // blocks
+    return column, of_head % p.H, of_head // p.H
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._in_place import launch_in_place
 from ejkernel.primitives.state_space_v1 import Operands, Outputs, StateSpaceSpec
 from ejkernel.types.recurrence import RecurrenceConfig
 
@@ -37,23 +37,24 @@ def state_space_v1_bwd(
     x, p = primals, problem_of(primals, config)
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     of_token, of_sequence = array(p.blocks, p.B, p.S, p.N), array(p.B, p.sequences, p.H, p.N)
-    types = (
-        jax.ShapeDtypeStruct(x.x.shape, x.x.dtype), of_sequence, of_token, of_token,
-        jax.ShapeDtypeStruct(x.dt.shape, x.dt.dtype), array(p.B, p.sequences, p.H), of_sequence,
-    )  # fmt: skip
-    found = _launch.launch(
+    found = launch_in_place(
         backward_kernel, x.x, x.A, x.B, x.C, x.dt, x.D, states_before_chunks(x, p, config), cotangents.o,
         cotangents.final_state, spans_of(x),
-        out_type=types,
+        placed={},
+        new=dict(
+            x=jax.ShapeDtypeStruct(x.x.shape, x.x.dtype), A=of_sequence, B=of_token, C=of_token,
+            dt=jax.ShapeDtypeStruct(x.dt.shape, x.dt.dtype), D=array(p.B, p.sequences, p.H), initial_state=of_sequence,
+        ),
         # Tokens of no sequence have a gradient of 0.
-        zeroed_outputs=(0, 2, 3, 4) if p.packed else (),
+        zeroed=("x", "B", "C", "dt") if p.packed else (),
         grid=p.B * p.sequences * p.blocks,
         config=config,
         p=p,
     )  # fmt: skip
-    dx, dA, dB, dC, ddt, dD, start = found
-    of = {"x": dx, "A": dA.sum(1), "B": dB.sum(0), "C": dC.sum(0), "dt": ddt, "D": dD.sum(1), "initial_state": start}
-    return tuple(_as(of[name], getattr(x, name)) for name in wrt)
+    # Of programs and sequences.
+    parts = dict(A=1, B=0, C=0, D=1)
+    sums = {name: a.sum(parts[name]) if name in parts else a for name, a in found.items()}
+    return tuple(_as(sums[name], getattr(x, name)) for name in wrt)
 
 
 def _as(gradient: Array, of: Array) -> Array:

@@ -43,7 +43,7 @@ def _pass_over(x: Operands, types: dict, p: Problem, config: RecurrenceConfig) -
         forward_kernel, x.x, x.A, x.B, x.C, x.dt, x.D, x.initial_state, spans_of(x),
         placed={},
         new=dict(sorted(types.items())),
-        zeroed="o" if p.packed else "",
+        zeroed=("o",) if p.packed else (),
         grid=p.B * p.sequences * p.blocks,
         config=config,
         p=p,

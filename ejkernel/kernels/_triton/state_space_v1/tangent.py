@@ -38,7 +38,7 @@ def state_space_v1_jvp(
             o=jax.ShapeDtypeStruct(x.x.shape, x.x.dtype),
             final=jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.N), jnp.float32),
         ),
-        zeroed="o" if p.packed else "",
+        zeroed=("o",) if p.packed else (),
         grid=p.B * p.sequences * p.blocks,
         config=config,
         p=p,
