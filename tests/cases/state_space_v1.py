@@ -60,11 +60,12 @@ FAMILIES = (
 
 # --- For the tests of pairs of features -------------------------------------------------------------------------------
 
-PLAIN = plain("state_space_v1", dict(b=2, s=S, h=64, d=16, n=3, m=5), arrays("b"))
+PLAIN = plain("state_space_v1", dict(b=2, s=S, h=128, d=16, n=3, m=5), arrays("b"))
 
 FEATURES = DTYPES | {
     "state": operand(initial_state="b h d"),
     "packed": operand("batch", **arrays("1"), cu_seqlens=Operand("m", lengths(S))),
     "final state": option(return_state=True),
     "one token": sized("tokens", s=1),
+    "64 channels": sized("channels", h=64),
 }

@@ -28,7 +28,7 @@ MADE_WITH = {
 MADE_OF = dict.fromkeys(
     ("blocksparse_attention", "flash_mla", "native_sparse_attention", *OF_PAGES, *ALSO_OF_PAGES_ON_TPU),
     "flash_attention",
-) | dict.fromkeys(("gated_delta_rule", "ragged_gated_delta_rule", "state_space_v2"), "_recurrence")
+) | dict.fromkeys(("gated_delta_rule", "ragged_gated_delta_rule", "state_space_v1", "state_space_v2"), "_recurrence")
 
 
 def names(files):

@@ -73,15 +73,14 @@ class StateSpaceV1(StateSpace, Operation):
     """The state space of Mamba: `ejkernel.lax.state_space_v1` as a kernel object."""
 
     algorithm = algorithm
-    outlook = "kernels for TPUs come later"
     prepare_arguments = staticmethod(state_space_v1_arguments)
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """A call with 64 channels, each with a state of 16 numbers, that returns the final state."""
+        """A call with 128 channels, each with a state of 16 numbers, that returns the final state."""
         array = jax.ShapeDtypeStruct
-        x, BC = array((1, 128, 64), jnp.bfloat16), array((1, 128, 16), jnp.bfloat16)
-        A, D, dt = (array(shape, jnp.float32) for shape in ((64, 16), (64,), x.shape))
+        x, BC = array((1, 128, 128), jnp.bfloat16), array((1, 128, 16), jnp.bfloat16)
+        A, D, dt = (array(shape, jnp.float32) for shape in ((128, 16), (128,), x.shape))
         return dict(x=x, A=A, B=BC, C=BC, D=D, dt=dt, return_state=True)
 
     @classmethod
