@@ -7,7 +7,7 @@ from ._feature import DTYPES, Feature, operand, option, plain, sized
 from .native_sparse_attention import lists
 from .ragged_decode_attention import ends
 
-SIZES = dict(b=4, h=4, g=2, t=17, x=8, d=8, e=12, n=3)
+SIZES = dict(b=4, h=4, g=2, t=17, x=8, d=8, e=16, n=3)
 CACHE = dict(q="b h d", k="b t g d", v="b t g e", sequence_end=Operand("b", ends(17)))
 MEANS = dict(k_cmp="b x g d", v_cmp="b x g e")
 GATES = dict.fromkeys(("g_cmp", "g_slc", "g_swa"), "b h")

@@ -14,15 +14,15 @@ MOST_NUMBERS, MOST_NUMBERS_OF_DERIVATIVES = 128, 32
 
 def supports(spec: StateSpaceSpec, operands: Operands, target: Target) -> str | None:
     """Why the forward does not take the operands (arrays or shapes), or None."""
-    return _reason(operands, target, MOST_NUMBERS)
+    return _reason("state_space_v1", operands, target, MOST_NUMBERS)
 
 
 def supports_derivatives(spec: StateSpaceSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent and the backward do not take the operands, or None."""
-    return _reason(operands, target, MOST_NUMBERS_OF_DERIVATIVES)
+    return _reason("state_space_v1_bwd", operands, target, MOST_NUMBERS_OF_DERIVATIVES)
 
 
-def _reason(operands: Operands, target: Target, most: int) -> str | None:
+def _reason(operation: str, operands: Operands, target: Target, most: int) -> str | None:
     if reason := _launch.refusal(target) or _launch.dtype_refusal("x", operands.x):
         return reason
     if 0 in operands.x.shape or 0 in operands.A.shape or (operands.spans is not None and 0 in operands.spans.shape):
@@ -31,7 +31,9 @@ def _reason(operands: Operands, target: Target, most: int) -> str | None:
         return f"a channel's state has {numbers} numbers; Triton's kernel takes up to {most}"
     if operands.x.shape[1] == 1:
         return "a single token: the kernels compute chunks of several"
-    return None
+    from .configs import least_memory
+
+    return _launch.memory_refusal(least_memory(operation, operands), target)
 
 
 _kernels = _launch.trio(__name__, "state_space_v1", StateSpaceSpec, Operands, Outputs, RecurrenceConfig)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from ejkernel.kernels._triton._recurrence.problem import padded
 from ejkernel.primitives.state_space_v1 import Operands
 from ejkernel.types.recurrence import RecurrenceConfig
 
@@ -38,8 +39,8 @@ class Problem:
 
     @property
     def NUMBERS(self) -> int:
-        """The numbers of the state of a channel in a tile, a power of two."""
-        return triton.next_power_of_2(self.N)
+        """The numbers of the state of a channel in a tile."""
+        return padded(self.N)
 
     @property
     def chunks(self) -> int:
