@@ -78,7 +78,8 @@ def place_of_program(spans, p: tl.constexpr):
         span = spans + ((0 if p.SPANS_ALL else batch) * p.sequences + n) * 2
         return block * p.CHANNELS, batch, n, tl.load(span), tl.load(span + 1)
     else:
-        return block * p.CHANNELS, batch, n, 0, p.S
+        tokens: tl.constexpr = p.S
+        return block * p.CHANNELS, batch, n, 0, tokens
 
 
 @triton.jit
