@@ -54,6 +54,7 @@ CASES = (
     Case("states of 5, no skip", N=5, D=False, state=False),
     Case("states of 64", B=1, N=64, H=20),
     Case("packed", ends=(0.1, 0.7, 0.7, 0.75, 1.6, 1.63)),
+    Case("packed, the last one empty", ends=(0, 0.5, 1.2, 1.2)),
     Case("fast decay", decay=30.0),
     Case("no decay", decay=0.0, step=0.1),
     Case("growth", decay=-0.5, step=0.02),

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from ejkernel.kernels._state_space_v1 import as_operand
 from ejkernel.kernels._triton._in_place import launch_in_place
 from ejkernel.primitives.state_space_v1 import Operands, Outputs, StateSpaceSpec
 from ejkernel.types.recurrence import RecurrenceConfig
@@ -54,14 +55,7 @@ def state_space_v1_bwd(
     # Of programs and sequences.
     parts = dict(A=1, B=0, C=0, D=1)
     sums = {name: a.sum(parts[name]) if name in parts else a for name, a in found.items()}
-    return tuple(_as(sums[name], getattr(x, name)) for name in wrt)
-
-
-def _as(gradient: Array, of: Array) -> Array:
-    """A gradient in the shape and dtype of an operand, which may be the same for all of the batch."""
-    if gradient.shape != of.shape:
-        gradient = gradient.sum(0, keepdims=True)
-    return gradient.astype(of.dtype)
+    return tuple(as_operand(sums[name], getattr(x, name)) for name in wrt)
 
 
 @triton.jit

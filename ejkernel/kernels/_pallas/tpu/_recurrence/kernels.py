@@ -20,7 +20,7 @@ from ejkernel.types.recurrence import RecurrenceConfig
 from ejkernel.xla_utils.sums import exact_sum
 
 from .block import Tokens, block
-from .layout import Order, Plan, of_all_sequences, order_of, ordered, plan, state_of, unordered
+from .layout import Order, Plan, first_and_last, of_all_sequences, order_of, ordered, plan, state_of, unordered
 
 
 def _launch(kernel, name: str, plan: Plan, table: Array, operands: tuple, in_specs: list, outputs: list, states: int):
@@ -81,15 +81,6 @@ def _blocks(plan: Plan) -> range:
     return range(plan.chunk // plan.block)
 
 
-def _first_and_last(plan: Plan, table: Any, back: bool = False) -> tuple[Any, Any]:
-    """Whether the chunk is the first, and the last, of its sequence in the order of the grid."""
-    b, i = pl.program_id(0), pl.program_id(2)
-    sequence = lambda i: plan.sequence(table, b, plan.count - 1 - i if back else i)
-    is_first = (i == 0) | (sequence(i) != sequence(jnp.maximum(i - 1, 0)))
-    is_last = (i == plan.count - 1) | (sequence(i) != sequence(jnp.minimum(i + 1, plan.count - 1)))
-    return is_first, is_last
-
-
 # --- Forward ----------------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +118,7 @@ def _forward(tokens: Tokens, first: Array, order: Order, plan: Plan, keep: bool)
 
 
 def _forward_kernel(plan, table, tokens, first, o, last, states, state):
-    is_first, is_last = _first_and_last(plan, table)
+    is_first, is_last = first_and_last(plan, table)
 
     @pl.when(is_first)
     def _():
@@ -180,7 +171,7 @@ def recurrence_jvp(
 
 
 def _tangent_kernel(plan, table, tokens, dots, first, first_dot, o_dot, last_dot, state, state_dot):
-    is_first, is_last = _first_and_last(plan, table)
+    is_first, is_last = first_and_last(plan, table)
 
     @pl.when(is_first)
     def _():
@@ -269,7 +260,7 @@ def _gradients(tokens: Tokens, plan: Plan) -> list[tuple[Any, Any]]:
 
 def _backward_kernel(plan, table, tokens, states, do, dlast, *rest):
     *gradients, dfirst, dstate = rest
-    is_first, is_last = _first_and_last(plan, table, back=True)
+    is_first, is_last = first_and_last(plan, table, back=True)
 
     @pl.when(is_first)
     def _():

@@ -113,6 +113,15 @@ def plan(x: Operands, spec: RecurrenceSpec, config: RecurrenceConfig, normalises
     return Plan(b, h, s, d, e, part, n, packed, chunk, size, spec.softmax_scale, spec.reverse, normalises)
 
 
+def first_and_last(plan: Any, table: Any, back: bool = False) -> tuple[Any, Any]:
+    """Whether the chunk is the first, and the last, of its sequence in the order of the grid."""
+    b, i = pl.program_id(0), pl.program_id(2)
+    sequence = lambda i: plan.sequence(table, b, plan.count - 1 - i if back else i)
+    is_first = (i == 0) | (sequence(i) != sequence(jnp.maximum(i - 1, 0)))
+    is_last = (i == plan.count - 1) | (sequence(i) != sequence(jnp.minimum(i + 1, plan.count - 1)))
+    return is_first, is_last
+
+
 class Order(NamedTuple):
     """The assignment of chunks to sequences, and of tokens to chunks; all but `table` are None without sequences.
 

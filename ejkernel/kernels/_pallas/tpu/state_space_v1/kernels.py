@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._pallas.tpu._recurrence.layout import order_of, ordered
+from ejkernel.kernels._pallas.tpu._recurrence.layout import first_and_last, order_of, ordered
+from ejkernel.kernels._state_space_v1 import as_operand
 from ejkernel.primitives.state_space_v1 import Operands, Outputs, StateSpaceSpec
 from ejkernel.types.recurrence import RecurrenceConfig
 
@@ -26,7 +27,6 @@ from .layout import (
     Specs,
     arrays_of,
     final_states,
-    first_and_last,
     first_states,
     in_sequence,
     launch,
@@ -59,11 +59,8 @@ def _read(arrays: Arrays, n: Any) -> Group:
     """Group n of a chunk, in float32."""
     x, dt = (a[_rows(n), :].astype(jnp.float32) for a in (arrays.x, arrays.dt))
     B, C = arrays.B[n], arrays.C[n]
-    row, column = (
-        (lambda a: tuple(a[t : t + 1] for t in range(GROUP))),
-        (lambda a: tuple(a[:, t : t + 1] for t in range(GROUP))),
-    )
-    return Group(row(x), row(dt), column(B), column(C))
+    rows, columns = lambda a: jnp.split(a, GROUP), lambda a: jnp.split(a, GROUP, 1)
+    return Group(*map(tuple, (rows(x), rows(dt), columns(B), columns(C))))
 
 
 def _rows(n: Any) -> Any:
@@ -75,7 +72,7 @@ def _of_rows(rows: tuple[Array, ...]) -> Array:
 
 
 def _of_columns(columns: tuple[Array, ...]) -> Array:
-    """[d,GROUP] from columns [d,1]: Mosaic joins no columns of one lane."""
+    """[d,GROUP] from columns [d,1], each of which a mask puts in its lane."""
     place = lax.broadcasted_iota(jnp.int32, (columns[0].shape[0], GROUP), 1)
     return sum(jnp.where(place == t, column, 0.0) for t, column in enumerate(columns))
 
@@ -98,7 +95,7 @@ def _forward(arrays: Arrays, first: Array, order: Any, plan: Plan, keep: bool) -
     states = jax.ShapeDtypeStruct((plan.b, plan.count, plan.d, plan.h), jnp.float32)
     return launch(
         _forward_kernel, "state_space_v1_forward", plan, order.table, (arrays, first),
-        [specs.ofarrays_of(arrays), specs.of_sequence(plan.d)],
+        [specs.of_arrays(arrays), specs.of_sequence(plan.d)],
         [
             (specs.of_tokens(), tokens_type(plan, arrays.x.dtype)),
             (specs.of_sequence(plan.d), plan.state),
@@ -143,11 +140,11 @@ def state_space_v1_jvp(
     order, first_dot = order_of(x, plan), first_states(tangents.initial_state, plan)
     arrays, dots = arrays_of(x, order, plan), arrays_of(x._replace(**dots), order, plan)
     specs = Specs(plan)
-    of_arrays, of_sequence = specs.ofarrays_of(arrays), specs.of_sequence(plan.d)
+    of_arrays, of_sequence = specs.of_arrays(arrays), specs.of_sequence(plan.d)
     o, last = launch(
         _tangent_kernel, "state_space_v1_tangent", plan, order.table,
         (arrays, dots, first_states(x.initial_state, plan), first_dot),
-        [of_arrays, specs.ofarrays_of(dots), of_sequence, of_sequence],
+        [of_arrays, specs.of_arrays(dots), of_sequence, of_sequence],
         [(specs.of_tokens(), tokens_type(plan, x.x.dtype)), (of_sequence, plan.state)],
         [(plan.d,)] * 2,
     )  # fmt: skip
@@ -200,7 +197,7 @@ def state_space_v1_bwd(
     dA, dD, dx, ddt, dB, dC, dfirst = launch(
         _backward_kernel, "state_space_v1_backward", plan, order.table,
         (arrays, states, ordered(dy[:, :, None], order, plan)[:, 0], dlast),
-        [specs.ofarrays_of(arrays), specs.of_states(), of_tokens[0], of_sequence[0]],
+        [specs.of_arrays(arrays), specs.of_states(), of_tokens[0], of_sequence[0]],
         [
             of_sequence, (specs.of_sequence(1), of_skip), of_tokens, of_tokens,
             *[(specs.of_parts(), parts)] * 2, of_sequence,
@@ -219,14 +216,7 @@ def state_space_v1_bwd(
         "D": lambda: of_sequences(dD)[..., 0],
         "initial_state": lambda: final_states(dfirst, dlast, order),
     }
-    return tuple(_as(found[name](), getattr(x, name)) for name in wrt)
-
-
-def _as(gradient: Array, of: Array) -> Array:
-    """A gradient in the shape and dtype of an operand, which may be the same for all of the batch."""
-    if gradient.shape != of.shape:
-        gradient = gradient.sum(0, keepdims=True)
-    return gradient.astype(of.dtype)
+    return tuple(as_operand(found[name](), getattr(x, name)) for name in wrt)
 
 
 def _backward_kernel(

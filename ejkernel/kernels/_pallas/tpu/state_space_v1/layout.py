@@ -129,7 +129,7 @@ class Specs(NamedTuple):
         plan = self.plan
         return pl.BlockSpec((None, None, plan.d, plan.lanes), lambda b, c, i, table: (b, self.at(i), 0, c))
 
-    def ofarrays_of(self, arrays: Arrays) -> Arrays:
+    def of_arrays(self, arrays: Arrays) -> Arrays:
         """Those of the operands."""
         plan, tokens, groups = self.plan, self.of_tokens(), self.of_groups()
         of_channels = (self.of_channels(rows, a.shape[0]) for rows, a in ((plan.d, arrays.A), (1, arrays.D)))
@@ -156,15 +156,6 @@ def launch(kernel: Any, name: str, plan: Plan, table: Array, operands: Any, in_s
 
 def tokens_type(plan: Plan, dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((plan.b, plan.count * plan.chunk, plan.h), dtype)
-
-
-def first_and_last(plan: Plan, table: Any, back: bool = False) -> tuple[Any, Any]:
-    """Whether the chunk is the first, and the last, of its sequence in the order of the grid."""
-    b, i = pl.program_id(0), pl.program_id(2)
-    sequence = lambda i: plan.sequence(table, b, plan.count - 1 - i if back else i)
-    is_first = (i == 0) | (sequence(i) != sequence(jnp.maximum(i - 1, 0)))
-    is_last = (i == plan.count - 1) | (sequence(i) != sequence(jnp.minimum(i + 1, plan.count - 1)))
-    return is_first, is_last
 
 
 def first_states(state: Array | None, plan: Plan) -> Array:
