@@ -100,8 +100,6 @@ def _of_call(operation: str, named: dict[str, Any], spec: Any, target: Target, p
     config, origin = None, "nothing can run"
     if any(reason is None for _, reason in looked_at):
         config, origin = _config(kernel, named, spec, platform, target)
-    if outlook := kernel.operation.outlook:
-        origin = f"{origin}; {outlook}"
     return Explanation(operation, target, looked_at, config, origin)
 
 

@@ -68,7 +68,6 @@ class Operation(Kernel):
             those of the lax API.
         renamed: lax name → modules name, for arguments whose names differ in the modules API.
         retyped: lax name → type in the modules API, for arguments of which `convert` takes another type.
-        outlook: what is not implemented yet, which `explain` adds to its answer.
     """
 
     algorithm: ClassVar[Trio | ForwardOnly]
@@ -76,7 +75,6 @@ class Operation(Kernel):
     prepare_arguments: ClassVar[Callable[..., Prepared[Any]]]
     renamed: ClassVar[Mapping[str, str]] = {}
     retyped: ClassVar[Mapping[str, Any]] = {}
-    outlook: ClassVar[str] = ""
 
     def __init_subclass__(cls, **how: Any) -> None:
         super().__init_subclass__(**how)

@@ -10,12 +10,10 @@ import ejkernel
 from ejkernel.__main__ import main
 from ejkernel.kernels._dispatch import table
 from ejkernel.kernels._registry import kernel_registry
-from ejkernel.modules._operation import OPERATIONS
 from ejkernel.modules._primitive_kernel import KERNELS
-from ejkernel.modules.operations._recurrence import XLA_ALONE
 from ejkernel.ops import ConfigCache, default_executor
 from ejkernel.primitives.flash_attention import FlashAttentionSpec
-from ejkernel.types import KernelConfig, Platform
+from ejkernel.types import KernelConfig
 
 EXPLAIN = "explain flash_attention --q 1,64,4,64"
 
@@ -42,13 +40,6 @@ def test_explain_has_a_row_for_each_implementation_and_marks_the_one_that_runs(c
         assert mark in " →"
     (runs,) = (row for row in rows if row.startswith("→"))
     assert "takes this call" in runs and runs.split()[2].partition("/")[0] in what
-
-
-@pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation.outlook])
-def test_what_comes_later_is_not_there(name):
-    """explain says of an operation that its kernels come later only while XLA alone computes it."""
-    assert OPERATIONS[name].outlook == XLA_ALONE
-    assert {of.platform for of in kernel_registry.list_implementations(name)} == {Platform.XLA}
 
 
 @pytest.mark.parametrize(

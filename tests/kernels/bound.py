@@ -63,9 +63,14 @@ def bound_by(operation: str, dtypes: Sequence[Any], features: int | None = None)
 
 
 def _sizes(case: Case, features: int) -> dict[str, int]:
-    """Sizes with so many features: d and e, or k and n of matrices, or c of latents and the sum of two parts."""
+    """Sizes with so many features: d and e, or k and n of matrices, or c of latents and the sum of two parts.
+
+    Of TurboQuant's pools also the bytes that indices and signs have.
+    """
     if case.operation == "multi_latent_page_attention":
         return dict(c=features, f=features + case.sizes["d"])
+    if case.operation.endswith("_turboquant"):
+        return dict(d=features, f=features, i=features // 2, e=features, w=features // 8)
     letters = {"d", "e"} if "d" in case.sizes else {"k", "n"}
     sizes = dict.fromkeys(letters & case.sizes.keys(), features)
     return sizes | dict(x=features - case.sizes["y"]) if case.operation == "flash_mla" else sizes

@@ -25,7 +25,7 @@ TARGETS = {
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
 }
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv"}
-TYPES |= {"int8": "i8", "int32": "i32", "uint32": "u32", "bool": "i1"}
+TYPES |= {"int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32", "bool": "i1"}
 
 
 @dataclass(frozen=True)

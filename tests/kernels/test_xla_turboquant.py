@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 
 from ejkernel.lax import ragged_page_attention_v2_turboquant, ragged_page_attention_v3_turboquant
-from ejkernel.quantization.turboquant.codebook import solve_lloyd_max
 
-from .paged import COUNT, PAGE, RAGGED_CONTEXTS, RAGGED_LENGTHS, TOKENS, J, close, ragged_defined, ragged_step, wide
+from .paged import COUNT, PAGE, RAGGED_CONTEXTS, RAGGED_LENGTHS, TOKENS, J, close, wide
+from .quantised_pages import NORMS, POOLS, defined, poisoned, seen_slots, step, with_strangers
 
-N, D, ROWS, BITS = len(RAGGED_CONTEXTS), 16, 24, 3
-P = N * J
-POOLS = ("key_indices_pages", "key_signs_pages", "key_norms_pages", "value_indices_pages", "value_norms_pages")
-MATRICES = ("rotation_matrix", "qjl_projection", "key_codebook", "value_codebook")
+P = len(RAGGED_CONTEXTS) * J
 WRITTEN = [
     (n, context - length + i)
     for n, (context, length) in enumerate(zip(RAGGED_CONTEXTS, RAGGED_LENGTHS, strict=True))
@@ -23,52 +20,7 @@ WRITTEN = [
 ]
 
 
-def step(h=6, g=2, dtype="float32", norms="bfloat16", bits=BITS, seed=0):
-    """Arguments of both operations, and the keys and values of the third version: no page is shared."""
-    rng = np.random.default_rng(seed)
-    x = ragged_step(h, g, D, dtype, seed=seed)
-    del x["kv_pages"]
-    any_bytes = lambda *shape: jnp.asarray(rng.integers(0, 256, (P, PAGE, g, *shape)), jnp.uint8)
-    positive = lambda *shape: jnp.asarray(rng.uniform(0.5, 2, (P, PAGE, g, *shape)), norms)
-    pools = any_bytes(D // 2), any_bytes(ROWS // 8), positive(2), any_bytes(D // 2), positive()
-    matrices = (
-        np.linalg.qr(rng.standard_normal((D, D)))[0],
-        rng.standard_normal((ROWS, D)) / ROWS**0.5,
-        solve_lloyd_max(bits - 1, D).centroids,
-        solve_lloyd_max(bits, D).centroids,
-    )
-    new = {name: jnp.asarray(rng.standard_normal((TOKENS, g, D)), dtype) for name in ("k", "v")}
-    tables = dict(block_tables=jnp.asarray(rng.permutation(P).reshape(N, J), jnp.int32))
-    matrices = {name: jnp.asarray(a, jnp.float32) for name, a in zip(MATRICES, matrices, strict=True)}
-    return x | dict(zip(POOLS, pools, strict=True)) | matrices | tables, new
-
-
 # --- The definition ---------------------------------------------------------------------------------------------------
-
-
-def nibbles(x):
-    x = np.asarray(x)
-    return np.stack([x % 16, x // 16], -1).reshape(*x.shape[:-1], -1)
-
-
-def bits(x):
-    return np.unpackbits(np.asarray(x), axis=-1, bitorder="little").astype(bool)
-
-
-def dequantised(x):
-    """The pool [P, page, 2G, D] in float64, dequantised from the bytes."""
-    rotation, projection, *codebooks = (wide(x[name]) for name in MATRICES)
-    of = lambda name, book: book[np.minimum(nibbles(x[f"{name}_indices_pages"]), len(book) - 1)]
-    c, c_v = (of(name, book) for name, book in zip(("key", "value"), codebooks, strict=True))
-    norm, residual = np.moveaxis(wide(x["key_norms_pages"]), -1, 0)[..., None]
-    signs = np.where(bits(x["key_signs_pages"]), 1, -1)
-    k = norm * (c + np.sqrt(np.pi / 2 / ROWS) * residual * (signs @ projection)) @ rotation
-    v = wide(x["value_norms_pages"])[..., None] * c_v @ rotation
-    return np.stack([k, v], 3).reshape(P, PAGE, -1, D)
-
-
-def defined(x, **options):
-    return ragged_defined(x | dict(kv_pages=dequantised(x)), **options)
 
 
 def quantised(k, book, x):
@@ -147,24 +99,17 @@ def test_sinks(sinks):
 
 def test_keys_after_the_context_are_invisible():
     """NaN norms in the slots after each context, NaN in tokens of no sequence, and any pages in tables after it."""
-    (x, new), contexts = step(), np.array(RAGGED_CONTEXTS)
-    n = np.arange(N)
-    slot = np.zeros((P, PAGE), bool)
-    of = np.asarray(x["block_tables"])[:, :, None] * PAGE + np.arange(PAGE)
-    slot.reshape(-1)[of.reshape(N, -1)[(np.arange(J * PAGE) < contexts[:, None]) & (n < COUNT)[:, None]]] = True
-    poison = lambda a: jnp.where(slot.reshape(*slot.shape, *(1,) * (a.ndim - 2)), a, jnp.nan)
-    poisoned = x | {name: poison(x[name]) for name in POOLS if name.endswith("norms_pages")}
+    x, new = step()
+    strange, seen = with_strangers(x), seen_slots(x)
     of_some = (np.arange(TOKENS) < sum(RAGGED_LENGTHS[:COUNT]))[:, None, None]
-    poisoned["q"], *both = (jnp.where(of_some, a, jnp.nan) for a in (x["q"], new["k"], new["v"]))
-    held = (np.arange(J) < -(-contexts // PAGE)[:, None]) & (n < COUNT)[:, None]
-    poisoned["block_tables"] = jnp.where(held, x["block_tables"], jnp.array([-1, 2**31 - 1, -(2**31), 7, P]))
+    both = {name: jnp.where(of_some, a, jnp.nan) for name, a in new.items()}
     run = partial(ragged_page_attention_v2_turboquant, return_lse=True)
-    jax.tree.map(np.testing.assert_array_equal, run(**poisoned), run(**x))
+    jax.tree.map(np.testing.assert_array_equal, run(**strange), run(**x))
     run = partial(ragged_page_attention_v3_turboquant, return_lse=True)
-    found, wanted = run(**poisoned, k=both[0], v=both[1]), run(**x, **new)
+    found, wanted = run(**strange, **both), run(**x, **new)
     jax.tree.map(np.testing.assert_array_equal, found[:2], wanted[:2])
     for name, a, b in zip(POOLS, found[2:], wanted[2:], strict=True):
-        np.testing.assert_array_equal(wide(a), wide(poison(b) if name.endswith("norms_pages") else b))
+        np.testing.assert_array_equal(wide(a), wide(poisoned(b, seen) if name in NORMS else b))
 
 
 # --- What is written --------------------------------------------------------------------------------------------------

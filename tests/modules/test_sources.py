@@ -15,10 +15,12 @@ BACKENDS = (Backend.CPU, Backend.GPU, Backend.TPU)
 
 # For each operation's folder, a file that its implementations depend on, other than their own `configs.py`.
 OF_PAGES = ("page_attention", "ragged_decode_attention", "ragged_page_attention", "ragged_page_attention_v3")
+TURBOQUANT = ("ragged_page_attention_v2_turboquant", "ragged_page_attention_v3_turboquant")
 ALSO_OF_PAGES_ON_TPU = ("multi_latent_page_attention", "native_sparse_decode_attention")
 MADE_WITH = {
     **{("_triton", name): "_paged/kernel.py" for name in OF_PAGES},
     **{("_pallas/tpu", name): "_paged/kernel.py" for name in (*OF_PAGES, *ALSO_OF_PAGES_ON_TPU)},
+    **{("_triton", name): "_turboquant/kernel.py" for name in TURBOQUANT},
     **{("_pallas/gpu", name): "ragged_page_attention/forward.py" for name in OF_PAGES},
     ("_pallas/gpu", "multi_latent_page_attention"): "multi_latent_page_attention/forward.py",
     ("_pallas/tpu", "ragged_gated_delta_rule"): "gated_delta_rule/kernels.py",

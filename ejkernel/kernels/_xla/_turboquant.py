@@ -19,12 +19,13 @@ from ejkernel.xla_utils.turboquant import (
     Matrices,
     Quantised,
     product,
+    quantise,
     rotated_keys,
     rotated_queries,
     rotated_values,
 )
 
-from .._places import Places
+from .._places import Places, places, slots
 from ._pages import Fetch, Queries, attend, attend_one_sequence, causal_queries, formula, of_pages
 from ._sequence_chunks import chunks_of
 
@@ -47,6 +48,16 @@ def matrices_of(x: Any) -> Matrices:
 def pools_of(x: Any) -> Quantised:
     """The pools among the operands of one batch index."""
     return Quantised(*(getattr(x, f"{name}_pages") for name in Quantised._fields))
+
+
+def written(x: Any) -> tuple[Places, Quantised]:
+    """The places of a step's tokens, and the pools with their keys and values; all other bytes are unchanged."""
+    at = places(x.q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
+    pools, new = pools_of(x), quantise(x.k, x.v, matrices_of(x))
+    # Behind a barrier they are computed once for all layers, and not again in the scatters of each.
+    slot = lax.optimization_barrier(slots(at, x.block_tables, *x.value_norms_pages.shape[:2]))
+    write = lambda pool, rows: pool.at[slot].set(rows.astype(pool.dtype), mode="drop")
+    return at, Quantised(*map(write, pools, new))
 
 
 def attention_by_formula(x: Any, pools: Quantised, at: Places, spec: CacheSpec) -> tuple[Array, Array]:

@@ -12,19 +12,17 @@ from jax import Array
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention_v3_turboquant import Operands, Outputs
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
-from ejkernel.xla_utils.turboquant import Quantised, quantise
 
-from .._places import Places, places, slots
 from .._registry import Backend, Platform, configured_by, kernel_registry
 from ._pages import over_batch
-from ._turboquant import attention, attention_by_formula, heuristic, matrices_of, pools_of, space
+from ._turboquant import attention, attention_by_formula, heuristic, space, written
 
 
 def reference(*operands: Array | None, spec: CacheSpec = CacheSpec()) -> Outputs:
     """The formula, with the logits of every token and every slot of its sequence."""
 
     def step(x: Operands) -> Outputs:
-        at, pools = _written(x)
+        at, pools = written(x)
         return Outputs(*attention_by_formula(x, pools, at, spec), *pools)
 
     return over_batch(step, Operands(*operands))
@@ -42,14 +40,5 @@ def ragged_page_attention_v3_turboquant(
 
 
 def _step(x: Operands, spec: CacheSpec, config: RaggedPageAttentionConfig) -> Outputs:
-    at, pools = _written(x)
+    at, pools = written(x)
     return Outputs(*attention(x, pools, at, spec, config), *pools)
-
-
-def _written(x: Operands) -> tuple[Places, Quantised]:
-    """The places of the step's tokens, and the pools with their keys and values; all other bytes are unchanged."""
-    at = places(x.q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
-    pools, new = pools_of(x), quantise(x.k, x.v, matrices_of(x))
-    slot = slots(at, x.block_tables, *x.value_norms_pages.shape[:2])
-    write = lambda pool, rows: pool.at[slot].set(rows.astype(pool.dtype), mode="drop")
-    return at, Quantised(*map(write, pools, new))

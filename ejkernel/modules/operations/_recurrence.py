@@ -31,7 +31,6 @@ from ._arguments import (
 )
 from ._sequence_shards import final_states, linked, shards_of, with_initial_states
 
-XLA_ALONE = "kernels for GPUs and TPUs come later"
 _OF_STATE = "heads, features of k, features of v"
 
 

@@ -15,7 +15,6 @@ from ...types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 from .._operation import Operation, Prepared
 from ._arguments import align, array, require_rank, require_same_dtype, static_bool
 from ._pages import RENAMED, cache_spec, synthetic_step
-from ._recurrence import XLA_ALONE
 from ._turboquant import example_of_cache, operands_of_cache
 
 NAME = primitives.name
@@ -155,7 +154,6 @@ class RaggedPageAttentionV3TurboQuant(Operation):
     """A step over a quantised cache: `ejkernel.lax.ragged_page_attention_v3_turboquant` as a kernel object."""
 
     algorithm = primitives
-    outlook = XLA_ALONE
     config_class = RaggedPageAttentionConfig
     prepare_arguments = staticmethod(ragged_page_attention_v3_turboquant_arguments)
     renamed: ClassVar = RENAMED
