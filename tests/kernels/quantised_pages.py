@@ -15,10 +15,10 @@ MATRICES = ("rotation_matrix", "qjl_projection", "key_codebook", "value_codebook
 
 def step(
     h=6, g=2, dtype="float32", norms="bfloat16", bits=BITS, seed=0, d=D, rows=ROWS, page=PAGE,
-    contexts=RAGGED_CONTEXTS, lengths=RAGGED_LENGTHS, count=COUNT, tokens=TOKENS, sinks=None,
+    contexts=RAGGED_CONTEXTS, lengths=RAGGED_LENGTHS, count=COUNT, tokens=TOKENS, sinks=None, columns=None,
 ):  # fmt: skip
     """Arguments of both operations, and the keys and values of the third version: no page is shared."""
-    rng, n, columns = np.random.default_rng(seed), len(contexts), -(-max(contexts) // page)
+    rng, n, columns = np.random.default_rng(seed), len(contexts), columns or -(-max(contexts) // page)
     normal = lambda *shape: rng.standard_normal(shape)
     any_bytes = lambda *last: jnp.asarray(rng.integers(0, 256, (n * columns, page, g, *last)), jnp.uint8)
     positive = lambda *last: jnp.asarray(rng.uniform(0.5, 2, (n * columns, page, g, *last)), norms)

@@ -20,7 +20,7 @@ ALSO_OF_PAGES_ON_TPU = ("multi_latent_page_attention", "native_sparse_decode_att
 MADE_WITH = {
     **{("_triton", name): "_paged/kernel.py" for name in OF_PAGES},
     **{("_pallas/tpu", name): "_paged/kernel.py" for name in (*OF_PAGES, *ALSO_OF_PAGES_ON_TPU)},
-    **{("_triton", name): "_turboquant/kernel.py" for name in TURBOQUANT},
+    **{(folder, name): "_turboquant/kernel.py" for folder in ("_triton", "_pallas/tpu") for name in TURBOQUANT},
     **{("_pallas/gpu", name): "ragged_page_attention/forward.py" for name in OF_PAGES},
     ("_pallas/gpu", "multi_latent_page_attention"): "multi_latent_page_attention/forward.py",
     ("_pallas/tpu", "ragged_gated_delta_rule"): "gated_delta_rule/kernels.py",
@@ -28,7 +28,7 @@ MADE_WITH = {
 }
 # Operations whose implementations call those of other operations.
 MADE_OF = dict.fromkeys(
-    ("blocksparse_attention", "flash_mla", "native_sparse_attention", *OF_PAGES, *ALSO_OF_PAGES_ON_TPU),
+    ("blocksparse_attention", "flash_mla", "native_sparse_attention", *OF_PAGES, *ALSO_OF_PAGES_ON_TPU, *TURBOQUANT),
     "flash_attention",
 ) | dict.fromkeys(("gated_delta_rule", "ragged_gated_delta_rule", "state_space_v1", "state_space_v2"), "_recurrence")
 

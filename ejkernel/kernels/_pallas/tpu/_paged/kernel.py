@@ -4,6 +4,7 @@ While a block is computed, the next one of this work item, or the first one of t
 two buffers.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -84,10 +85,24 @@ def attend(items: jax.Array, x: Inputs, problem: Problem, name: str) -> Outputs:
 
 def _kernel(*refs, problem: Problem, scalars: int):
     (items, *tables), (x, out, state, buffers, semaphores) = refs[:scalars], refs[scalars:]
+    copying = (*x.caches, *x.scales), buffers, semaphores, tables[0] if tables else None, problem
+    over_blocks(items, copying, state, lambda *block: accumulate(x, buffers, state, *block, problem))
+    item = item_at(items, pl.program_id(0))
+
+    @pl.when(item.begin < item.end)
+    def _():
+        write(x, out, state, item, problem)
+
+
+def over_blocks(items, copying: tuple, state: State, use: Callable):
+    """The loop of a step of the grid: copies the blocks of its work item, and calls `use(item, block, slot)` for each.
+
+    `copying` has the first arguments of `for_copies`, and the state is initialised.
+    """
+    problem = copying[-1]
     step, count = pl.program_id(0), count_of(items)
     item = item_at(items, step)
     blocks = blocks_of(item.first, item.stop, problem.keys)
-    copying = (*x.caches, *x.scales), buffers, semaphores, tables[0] if tables else None, problem
 
     def start(number, block, slot):
         @pl.when(number < count)
@@ -107,11 +122,7 @@ def _kernel(*refs, problem: Problem, scalars: int):
         is_last = block == blocks - 1
         start(jnp.where(is_last, item.following, step), jnp.where(is_last, 0, block + 1), 1 - slot)
         wait(*copying, item, block, slot)
-        accumulate(x, buffers, state, item, block, slot, problem)
+        use(item, block, slot)
         return carry
 
     lax.fori_loop(0, blocks, of_block, 0)
-
-    @pl.when(item.begin < item.end)
-    def _():
-        write(x, out, state, item, problem)

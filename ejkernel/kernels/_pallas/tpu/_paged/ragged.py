@@ -112,10 +112,18 @@ def ragged(
         given = Inputs(*tile, *map(of_heads, scales), stored[1], table)
         return [tokens_of(a, q.shape[0], h // g, tokens) for a in attend(items, given, problem, f"{name}_{kind}")]
 
-    queries, tokens = Queries(q, getattr(x, "draft_mask", None)), config.queries_per_block
+    o, lse = over_step(Queries(q, getattr(x, "draft_mask", None)), step, config.queries_per_block, over)
+    return o.astype(q.dtype), lse
+
+
+def over_step(queries: Queries, step: Step, tokens: int, over: Callable) -> tuple[Array, Array]:
+    """o and lse of a step in tiles of `tokens` tokens; 0 and −∞ for tokens of no sequence.
+
+    `over(queries, tokens, kind, **fields)` computes those of queries [n,h,d] from the fields of their work items.
+    """
     found = _each_alone(queries, step, over) if tokens == 1 else _in_tiles(queries, step, tokens, over)
     valid = step.valid[..., None]
-    return jnp.where(valid[..., None], found[0], 0).astype(q.dtype), jnp.where(valid, found[1], -jnp.inf)
+    return jnp.where(valid[..., None], found[0], 0), jnp.where(valid, found[1], -jnp.inf)
 
 
 def _each_alone(queries: Queries, step: Step, over: Callable) -> list[Array]:

@@ -43,7 +43,7 @@ def accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, pr
     begin = (lax.div(item.first, problem.keys) + block) * problem.keys
     key = begin + lax.broadcasted_iota(jnp.int32, (problem.keys, 1), 0)
     is_visible = (key >= item.first) & (key < item.stop)
-    visible = _visible(x.drafts, item, begin, rows, problem)
+    visible = visible_to_rows(x.drafts, item, begin, rows, problem)
     if x.drafts is not None:
         is_visible &= _is_visible_to_any(visible, item, problem)
     loaders = [
@@ -97,9 +97,21 @@ def _accumulate_head(q, state: State, g, keys: Callable, values: Callable, visib
     The factor of the logits, and `v_scale`, which may be None, of the weights may differ between columns. Either may be
     NaN where a slot is not visible.
     """
-    rows, softcap = q.shape[1], problem.spec.softcap
+    rows = q.shape[1]
     products = [contract(q[g, :, part], keys(n), (1, 1)) for n, part in enumerate(problem.caches[0].parts)]
-    s = sum(products[1:], products[0]) * factor
+    weights, rescale = weights_of(sum(products[1:], products[0]) * factor, visible, state, g, problem)
+    if v_scale is not None:
+        weights = jnp.where(visible, weights * v_scale, 0)
+        weights = weights if q.dtype == jnp.float32 else jnp.concatenate(in_parts(weights, 2))
+    for n, part in enumerate(problem.value_parts):
+        product = contract(weights.astype(q.dtype), values(n), (1, 0))
+        product = sum((product[m : m + rows] for m in range(rows, weights.shape[0], rows)), product[:rows])
+        state.weighted[g, :, part] = state.weighted[g, :, part] * rescale + product
+
+
+def weights_of(s, visible, state: State, g, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """The weights exp(s − m') of a block of logits of head g, and exp(m − m'); updates m and l of the state."""
+    softcap = problem.spec.softcap
     if softcap is not None:
         s = softcap * tanh(s * (1 / softcap), softcap)
     s = jnp.where(visible, s, MASKED)
@@ -107,28 +119,25 @@ def _accumulate_head(q, state: State, g, keys: Callable, values: Callable, visib
     maximum = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
     weights, rescale = jnp.exp(s - maximum), jnp.exp(before - maximum)
     total = state.total[g, :, :1] * rescale + jnp.sum(weights, axis=1, keepdims=True)
-    state.maximum[g] = jnp.broadcast_to(maximum, (rows, LANES))
-    state.total[g] = jnp.broadcast_to(total, (rows, LANES))
-    if v_scale is not None:
-        weights = jnp.where(visible, weights * v_scale, 0)
-        weights = weights if q.dtype == jnp.float32 else jnp.concatenate(_in_two(weights))
-    for n, part in enumerate(problem.value_parts):
-        product = contract(weights.astype(q.dtype), values(n), (1, 0))
-        product = sum((product[m : m + rows] for m in range(rows, weights.shape[0], rows)), product[:rows])
-        state.weighted[g, :, part] = state.weighted[g, :, part] * rescale + product
+    state.maximum[g] = jnp.broadcast_to(maximum, (s.shape[0], LANES))
+    state.total[g] = jnp.broadcast_to(total, (s.shape[0], LANES))
+    return weights, rescale
 
 
-def _in_two(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Weights as a sum of their first 8 bits, which bfloat16 holds, and the rest, for a product of twice the rows.
+def in_parts(weights: jax.Array, count: int) -> list[jax.Array]:
+    """Weights as a sum of parts: their first 8 bits, which bfloat16 holds, the next 8, …, and the rest.
 
     Rounded to bfloat16 once, weights times scales would add an error as large as the rounding of the result: even the
-    largest weight, which without a scale is exactly 1, would be rounded.
+    largest weight, which without a scale is exactly 1, would be rounded. A product of parts has `count` times the rows.
     """
-    first = pltpu.bitcast(pltpu.bitcast(weights, jnp.int32) & np.int32(-1 << 16), jnp.float32)
-    return first, weights - first
+    parts = []
+    for _ in range(count - 1):
+        parts.append(pltpu.bitcast(pltpu.bitcast(weights, jnp.int32) & np.int32(-1 << 16), jnp.float32))
+        weights = weights - parts[-1]
+    return [*parts, weights]
 
 
-def _visible(drafts, item: WorkItem, begin, rows: int, problem: Problem) -> jax.Array:
+def visible_to_rows(drafts, item: WorkItem, begin, rows: int, problem: Problem) -> jax.Array:
     """Which rows see which keys of a block that begins at key `begin`, bool [rows, keys]."""
     first, stop = item.first, item.stop
     if problem.tokens > 1:
@@ -171,7 +180,7 @@ def _factor(scale, item: WorkItem, g: int, static: float):
 
 def write(x: Inputs, out: Outputs, state: State, item: WorkItem, problem: Problem):
     """Writes o and lse of the tokens of a work item; results of other tokens in the tile are kept."""
-    heads, rows, _ = x.q.shape
+    heads, rows, _ = state.maximum.shape
     ours = lambda axis, shape: _of_item(lax.broadcasted_iota(jnp.int32, shape, axis), item, problem)
     for g in range(heads):
         maximum, total = state.maximum[g, :, :1], state.total[g, :, :1]
