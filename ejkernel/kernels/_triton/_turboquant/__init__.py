@@ -55,22 +55,25 @@ def refusal(x: Any, target: Target) -> str | None:
     if heads > (most := _most_rows(x)):
         what = f"of {features} features in {x.q.dtype}"
         return f"{heads} query heads share a key/value head; the kernel takes up to {most} {what}"
-    return _launch.memory_refusal(shared_memory(x, _decodes(x)[-1]), target)
+    return _launch.memory_refusal(shared_memory(x, _decodes(x)[-1], target.platform == "cuda"), target)
 
 
-def shared_memory(x: Any, tiles: TileConfig) -> int:
+def shared_memory(x: Any, tiles: TileConfig, ptx: bool) -> int:
     """An upper bound of the bytes of shared memory: bytes of the cache in flight, and what is multiplied.
 
     In float32, whose products are of parts, operands are there twice. Otherwise entries and signs are made where they
-    are multiplied; but those for warpgroups pass through memory, and so do signs where a warp has 32 keys.
+    are multiplied, by PTX; but those for warpgroups pass through memory, and so do signs unless a warp has 16 or 64
+    keys.
     """
     size, widths = x.q.dtype.itemsize, _widths(x)
     in_flight = max(1, tiles.stages - 1) * tiles.keys * (widths[0] + widths[1] // 8 + 16)
     queries, weights = tiles.rows * sum(widths) * size, tiles.rows * tiles.keys * size
     if _is_single(x):
         return in_flight + 2 * queries + weights + 2 * tiles.keys * widths[0] * size
+    if not ptx:
+        return in_flight + queries + weights + max(32, tiles.keys) * (2 * widths[0] + widths[1]) * size
     entries = tiles.keys * widths[0] * size if tiles.rows >= ROWS_OF_WARPGROUP else 0
-    signs = tiles.keys * widths[1] * size if tiles.keys == 32 * tiles.warps else 0
+    signs = 0 if tiles.keys in (16 * tiles.warps, 64 * tiles.warps) else tiles.keys * widths[1] * size
     return in_flight + queries + weights + entries + signs
 
 
@@ -102,7 +105,7 @@ def _splits(x: Any, tiles: TileConfig, target: Target) -> list[int]:
 
 def excess(x: Any, config: RaggedPageAttentionConfig) -> str | None:
     """What the kernel has against a config for these operands where the environment limits shared memory, or None."""
-    limit, needed = _launch.limit_of_environment(), shared_memory(x, tiles_of(x, config))
+    limit, needed = _launch.limit_of_environment(), shared_memory(x, tiles_of(x, config), _launch.has_ptx())
     if limit is None or needed <= limit:
         return None
     return f"the config takes up to {needed} bytes of shared memory, {_launch.LIMIT_VARIABLE} allows {limit}"
@@ -110,8 +113,8 @@ def excess(x: Any, config: RaggedPageAttentionConfig) -> str | None:
 
 def _fitting(x: Any, tiles: tuple[TileConfig, ...], target: Target) -> list[TileConfig]:
     """Those that fit the shared memory of a target, or the smallest."""
-    limit = _launch.shared_memory_limit(target)
-    return [of for of in tiles if shared_memory(x, of) <= limit] or [tiles[-1]]
+    limit, ptx = _launch.shared_memory_limit(target), target.platform == "cuda"
+    return [of for of in tiles if shared_memory(x, of, ptx) <= limit] or [tiles[-1]]
 
 
 def _decodes(x: Any) -> tuple[TileConfig, ...]:
