@@ -24,7 +24,7 @@ from ._argument_names import lax_arguments, modules_names
 from ._over_mesh import over_mesh
 from ._primitive_kernel import ExecutorOfForward, PrimitiveKernel
 from .operations._arguments import align
-from .operations._configs import config_of, platform_alone, platform_of
+from .operations._configs import asked, config_of, platform_of
 
 Result = TypeVar("Result", covariant=True)
 
@@ -135,20 +135,16 @@ class Operation(Kernel):
     @classmethod
     def call(cls, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """The operation under the arguments of the lax API."""
-        if (platform := platform_alone(config)) is not None:
-            config, kwargs = None, {"platform": platform, **kwargs}
-        config = config_of(cls.algorithm.name, config, cls.config_class)
-        return default_executor().call(lambda: cls.invocation(*args, **kwargs), config)
+        platform, config = asked(cls.algorithm.name, kwargs.pop("platform", None), config, cls.config_class)
+        return default_executor().call(lambda: cls.invocation(*args, platform=platform, **kwargs), config)
 
     @classmethod
     def run_prepared(cls, prepared: Prepared[Result], config: Any = None) -> Result:
         """The result of a call that is prepared, and to which operands may have been added since."""
-        name, platform = cls.algorithm.name, platform_alone(config)
-        if platform is not None:
-            config = None
+        platform, config = asked(cls.algorithm.name, None, config, cls.config_class)
         named = align(cls.algorithm.forward, prepared.named)
-        inv = KERNELS[name].invocation(named, prepared.spec, platform=platform_of(name, platform))
-        return prepared.finish(default_executor().run(inv, config_of(name, config, cls.config_class)))
+        inv = KERNELS[cls.algorithm.name].invocation(named, prepared.spec, platform=platform)
+        return prepared.finish(default_executor().run(inv, config))
 
     @classmethod
     def tangent(
@@ -178,6 +174,8 @@ class Operation(Kernel):
         """A call of the modules API, with `platform=` and `mesh=`, by an Executor."""
         name, own = self.algorithm.name, dict.fromkeys(("platform", *_OF_MESH)) | kwargs
         platform, mesh, in_specs, out_specs = (own.pop(n) for n in ("platform", *_OF_MESH))
+        if not isinstance(cfg, Mapping):  # an Executor refuses one
+            platform, cfg = asked(name, platform, cfg, self.config_class)
         given = lax_arguments(type(self), args, own)
         run = lambda arguments: executor.call(lambda: self.invocation(**arguments, platform=platform), cfg)
         with modules_names(type(self)):

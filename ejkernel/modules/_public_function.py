@@ -12,7 +12,7 @@ from ..types import ConfigLike, Platform
 from ._argument_names import modules_parameters
 from ._operation import Operation
 from ._signatures import annotations_of, result_type
-from .operations._configs import config_of, platform_alone
+from .operations._configs import asked
 
 _SPECS = Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec]
 OWN_PARAMETERS = {
@@ -37,9 +37,8 @@ def public_function(operation: type[Operation]) -> Callable[..., Any]:
     kernel = operation()
 
     def call(*args, cfg=None, **kwargs):
-        if kwargs.get("platform") is None and (platform := platform_alone(cfg)) is not None:
-            cfg, kwargs = None, {**kwargs, "platform": platform}
-        return default_executor()(kernel, *args, cfg=config_of(name, cfg, operation.config_class), **kwargs)
+        platform, cfg = asked(name, kwargs.pop("platform", None), cfg, operation.config_class)
+        return default_executor()(kernel, *args, cfg=cfg, platform=platform, **kwargs)
 
     call.__name__ = call.__qualname__ = name
     call.__module__, call.__signature__ = "ejkernel.modules", signature

@@ -88,3 +88,31 @@ def test_operations_without_gradient_accept_no_config_pair():
     call = lambda arrays: ejkernel.lax.ragged_page_attention_v3(**arrays, config=(config, config))
     with pytest.raises(ValueError, match="config is a tuple of 2; a pair is for what has a gradient"):
         jax.eval_shape(call, arrays)
+
+
+ELSEWHERE = {
+    "with blocks": KernelConfig(block_q=16, platform="triton"),
+    "of a pair": (KernelConfig(platform="triton"), KernelConfig()),
+}
+
+
+@pytest.mark.parametrize("config", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_a_config_of_another_platform_is_refused(config):
+    """Rather than that one of the two decides."""
+    for call in (
+        lambda: ejkernel.modules.flash_attention(Q, Q, Q, cfg=config, platform="xla"),
+        lambda: FlashAttention()(Q, Q, Q, cfg=config, platform="xla"),
+    ):
+        with pytest.raises(ValueError, match="flash_attention: platform 'xla' is asked for with a config of 'triton'"):
+            call()
+
+
+def test_of_a_mapping_too():
+    with pytest.raises(ValueError, match="flash_attention: platform 'xla' is asked for with a config of 'triton'"):
+        ejkernel.modules.flash_attention(Q, Q, Q, cfg={"platform": "triton"}, platform="xla")
+
+
+@pytest.mark.parametrize("config", ({"platform": "xla"}, XLA, dict(block_q=8, block_k=16, platform="xla")), ids=str)
+def test_the_same_platform_twice_is_right(config):
+    found = ejkernel.modules.flash_attention(Q, Q, Q, cfg=config, platform="xla")
+    np.testing.assert_allclose(found, ejkernel.modules.flash_attention(Q, Q, Q), rtol=1e-5, atol=1e-6)

@@ -34,6 +34,24 @@ def platform_alone(config: Any) -> Any:
     return config["platform"] if isinstance(config, Mapping) and set(config) == {"platform"} else None
 
 
+def asked(
+    operation: str, platform: Platform | str | None, config: Any, of: type[OperationConfig]
+) -> tuple[Platform | str, OperationConfig | tuple[OperationConfig, OperationConfig] | None]:
+    """The platform and the config that a user asks for; a config that is a platform alone is as `platform`.
+
+    Raises:
+        ValueError: the config names another platform.
+    """
+    platform, alone = platform_of(operation, platform), platform_of(operation, platform_alone(config))
+    config = config_of(operation, config, of) if platform_alone(config) is None else None
+    forward = config[0] if isinstance(config, tuple) else config
+    named = alone if forward is None else forward.platform
+    if "auto" not in (platform, named) and platform != named:
+        both = f"platform {shown(platform)} is asked for with a config of {shown(named)}"
+        raise value_error(operation, f"{both}; they must be the same")
+    return alone if platform == "auto" else platform, config
+
+
 def config_of_parts(operation: str, config: Any, of: type[OperationConfig]) -> Any:
     """The config that a user gives for the calls that an operation consists of, checked; a platform alone stays so."""
     if platform_alone(config) is None:
