@@ -65,7 +65,7 @@ def launches(monkeypatch, x, spec=CacheSpec(softmax_scale=0.1)):
 
 def check(target, x, monkeypatch, spec=CacheSpec(softmax_scale=0.1)):
     with lowering_for(KINDS[target]):
-        assert _turboquant.refusal(x, gpu_target()) is None or target == "gfx942"
+        assert _turboquant.supports(CacheSpec(), x, gpu_target()) is None or target == "gfx942"
         for launch in launches(monkeypatch, x, spec):
             constants = dict(launch.constants)
             tiles = TileConfig(constants["ROWS"], constants["BLOCK_K"], launch.num_warps, launch.num_stages)
@@ -83,7 +83,7 @@ def check(target, x, monkeypatch, spec=CacheSpec(softmax_scale=0.1)):
 def test_every_config(target, shape, dtype, monkeypatch):
     x = operands(*SHAPES[shape], dtype)
     with lowering_for(KINDS[target]):
-        wrong = _turboquant.refusal(x, gpu_target())
+        wrong = _turboquant.supports(CacheSpec(), x, gpu_target())
     if target != "gfx942" and wrong and ("share" in wrong or "shared memory" in wrong):
         assert dtype == "float32"
         return

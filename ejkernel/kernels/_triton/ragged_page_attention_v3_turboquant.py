@@ -7,7 +7,7 @@ from jax import Array
 
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention_v3_turboquant import Operands, Outputs
-from ejkernel.types import Backend, Platform, Target
+from ejkernel.types import Backend, Platform
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
 from .._registry import configured_by, emits, kernel_registry, supported_if
@@ -16,16 +16,11 @@ from .._xla._turboquant import matrices_of, written
 from . import _launch, _paged, _turboquant
 
 
-def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
-    """Why the kernel does not take the operands (arrays or shapes), or None."""
-    return _turboquant.refusal(operands, target)
-
-
 @kernel_registry.register("ragged_page_attention_v3_turboquant", Platform.TRITON, Backend.GPU, priority=100)
 @_paged.limited_by(_turboquant.excess)
 @emits(*_launch.CUSTOM_CALLS)
 @configured_by(lambda *call: _turboquant.space(*call)[0], _turboquant.space, refuses=_paged.refuses)
-@supported_if(supports)
+@supported_if(_turboquant.supports)
 def ragged_page_attention_v3_turboquant(
     *operands: Array | None,
     spec: CacheSpec = CacheSpec(),

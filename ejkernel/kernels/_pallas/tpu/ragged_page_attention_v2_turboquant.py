@@ -4,29 +4,16 @@ from jax import Array
 
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention_v2_turboquant import Operands, Outputs
-from ejkernel.types import Backend, Platform, Target
+from ejkernel.types import Backend, Platform
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
 from ..._registry import configured_by, kernel_registry, supported_if
 from . import _paged, _turboquant
 
 
-def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
-    """Why the kernel does not take the operands (arrays or shapes), or None."""
-    return _turboquant.refusal(spec, target, operands)
-
-
-def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
-    """The configs worth measuring, the most promising first."""
-    return [
-        RaggedPageAttentionConfig(*sizes, platform=Platform.PALLAS, backend=Backend.TPU)
-        for sizes in _turboquant.sizes(spec, operands)
-    ]
-
-
 @kernel_registry.register("ragged_page_attention_v2_turboquant", Platform.PALLAS, Backend.TPU, priority=100)
-@configured_by(lambda *call: space(*call)[0], space, refuses=_paged.refuses)
-@supported_if(supports)
+@configured_by(lambda *call: _turboquant.space(*call)[0], _turboquant.space, refuses=_paged.refuses)
+@supported_if(_turboquant.supports)
 def ragged_page_attention_v2_turboquant(
     *operands: Array | None,
     spec: CacheSpec = CacheSpec(),

@@ -38,8 +38,9 @@ SIZES_OF_FLOAT32, WIDE_SIZES_OF_FLOAT32 = ((16, 1, 3), (32, 2, 2), (16, 2, 1)), 
 LEAST_KEYS, RESIDENT_WARPS, WORTH_TIMING = 256, 8, 3
 
 
-def refusal(x: Any, target: Target) -> str | None:
-    """Why the kernel does not take the operands of one of the operations (arrays or shapes) on a target, or None."""
+def supports(spec: CacheSpec, x: Any, target: Target) -> str | None:
+    """Why the kernel does not take the operands of one of the operations (arrays or shapes), or None."""
+    del spec
     wrong = _launch.refusal(target) or _launch.dtype_refusal("q", x.q)
     for name in ("key_norms_pages", "value_norms_pages"):
         wrong = wrong or _launch.dtype_refusal(name, getattr(x, name))

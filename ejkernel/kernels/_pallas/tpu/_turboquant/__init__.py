@@ -10,7 +10,8 @@ from typing import Any
 
 from ejkernel.kernels._pallas.tpu import SUBLANES
 from ejkernel.primitives._pages import CacheSpec
-from ejkernel.types import Target
+from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
 from .._paged import (
     BLOCK_BYTES,
@@ -33,8 +34,8 @@ LIKELY_BYTES = 2**20
 MOST_ROWS_OF_TILE, MOST_LOGITS = 256, 2**16
 
 
-def refusal(spec: CacheSpec, target: Target, x: Any) -> str | None:
-    """Why the kernels cannot attend with operands x (arrays or shapes), or None."""
+def supports(spec: CacheSpec, x: Any, target: Target) -> str | None:
+    """Why the kernels do not take the operands of one of the operations (arrays or shapes), or None."""
     if target.platform != "tpu":
         return f"Mosaic runs on tpu, not on {target.platform}"
     if x.q.dtype.name not in ("bfloat16", "float16", "float32"):
@@ -66,6 +67,13 @@ def _size_refusal(spec: CacheSpec, x: Any) -> str | None:
         return VECTOR_MEMORY
     least = min(tokens for tokens, _ in found)
     return table_refusal(b * (t if least == 1 else n + -(-t // least)), b * n * columns)
+
+
+def space(spec: CacheSpec, x: Any, target: Target) -> list[RaggedPageAttentionConfig]:
+    """The configs worth measuring, the most promising first."""
+    del target
+    of = lambda tokens, pages: RaggedPageAttentionConfig(tokens, pages, platform=Platform.PALLAS, backend=Backend.TPU)
+    return [of(*found) for found in sizes(spec, x)]
 
 
 def sizes(spec: CacheSpec, x: Any) -> list[tuple[int, int]]:
