@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+pytest.importorskip("libtpu")
+
 from ejkernel.modules._operation import OPERATIONS
 
 from .quantised_pages import MATRICES, POOLS
 from .test_tpu_paged_compile import CONTEXT, PREFILL, SEQUENCES, array, configs, copies
 from .tpu_compiler import TARGETS, device
-
-pytest.importorskip("libtpu")
 
 V2, V3 = (f"ragged_page_attention_{version}_turboquant" for version in ("v2", "v3"))
 QUICK = {("v5e", V3, SEQUENCES), ("tpu7x", V2, SEQUENCES)}

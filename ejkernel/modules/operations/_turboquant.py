@@ -46,10 +46,10 @@ def operands_of_cache(
 
 
 def example_of_cache(heads: int, features: int) -> dict[str, Any]:
-    """Pools of 16 pages of 128 slots, tables of four sequences of four pages each, and matrices for four bits."""
+    """Pools of four pages of 128 slots, tables of four sequences of one page each, and matrices for four bits."""
     array = jax.ShapeDtypeStruct
-    of_pages = lambda dtype, *last: array((16, 128, heads, *last), dtype)
-    tables = dict(context_lens=(4,), block_tables=(4, 4), query_start_loc=(5,), num_seqs=(1,))
+    of_pages = lambda dtype, *last: array((4, 128, heads, *last), dtype)
+    tables = dict(context_lens=(4,), block_tables=(4, 1), query_start_loc=(5,), num_seqs=(1,))
     matrices = dict(rotation_matrix=(features, features), qjl_projection=(features, features))
     matrices |= dict(key_codebook=(8,), value_codebook=(16,))
     return dict(

@@ -130,7 +130,7 @@ class RaggedPageAttentionV2TurboQuant(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """A call with four sequences that share 192 tokens, four pages of 128 slots each, and four bits per feature."""
+        """A call with four sequences that share 192 tokens, a page of 128 slots each, and four bits per feature."""
         q = jax.ShapeDtypeStruct((192, 2, 128), jnp.bfloat16)
         return dict(q=q, **example_of_cache(heads=1, features=128))
 

@@ -160,7 +160,7 @@ class RaggedPageAttentionV3TurboQuant(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """A call with four sequences that share 192 tokens, four pages of 128 slots each, and four bits per feature."""
+        """A call with four sequences that share 192 tokens, a page of 128 slots each, and four bits per feature."""
         q, kv = (jax.ShapeDtypeStruct((192, heads, 128), jnp.bfloat16) for heads in (2, 1))
         return dict(q=q, k=kv, v=kv, **example_of_cache(heads=1, features=128))
 
