@@ -24,7 +24,7 @@ from ._argument_names import lax_arguments, modules_names
 from ._over_mesh import over_mesh
 from ._primitive_kernel import ExecutorOfForward, PrimitiveKernel
 from .operations._arguments import align
-from .operations._configs import asked, config_of, platform_of
+from .operations._configs import agreed_platform, asked, config_of, platform_of
 
 Result = TypeVar("Result", covariant=True)
 
@@ -174,8 +174,7 @@ class Operation(Kernel):
         """A call of the modules API, with `platform=` and `mesh=`, by an Executor."""
         name, own = self.algorithm.name, dict.fromkeys(("platform", *_OF_MESH)) | kwargs
         platform, mesh, in_specs, out_specs = (own.pop(n) for n in ("platform", *_OF_MESH))
-        if not isinstance(cfg, Mapping):  # an Executor refuses one
-            platform, cfg = asked(name, platform, cfg, self.config_class)
+        platform = agreed_platform(name, platform, cfg)
         given = lax_arguments(type(self), args, own)
         run = lambda arguments: executor.call(lambda: self.invocation(**arguments, platform=platform), cfg)
         with modules_names(type(self)):

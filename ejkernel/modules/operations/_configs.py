@@ -34,22 +34,26 @@ def platform_alone(config: Any) -> Any:
     return config["platform"] if isinstance(config, Mapping) and set(config) == {"platform"} else None
 
 
-def asked(
-    operation: str, platform: Platform | str | None, config: Any, of: type[OperationConfig]
-) -> tuple[Platform | str, OperationConfig | tuple[OperationConfig, OperationConfig] | None]:
-    """The platform and the config that a user asks for; a config that is a platform alone is as `platform`.
-
-    Raises:
-        ValueError: the config names another platform.
-    """
-    platform, alone = platform_of(operation, platform), platform_of(operation, platform_alone(config))
-    config = config_of(operation, config, of) if platform_alone(config) is None else None
-    forward = config[0] if isinstance(config, tuple) else config
-    named = alone if forward is None else forward.platform
+def agreed_platform(operation: str, platform: Platform | str | None, config: Any) -> Platform | str:
+    """The platform that a user asks for, or "auto"; raises if the config, or the first of a pair, names another one."""
+    platform, forward = platform_of(operation, platform), config[0] if isinstance(config, tuple) and config else config
+    named = getattr(forward, "platform", "auto")
     if "auto" not in (platform, named) and platform != named:
         both = f"platform {shown(platform)} is asked for with a config of {shown(named)}"
         raise value_error(operation, f"{both}; they must be the same")
-    return alone if platform == "auto" else platform, config
+    return platform
+
+
+def asked(
+    operation: str, platform: Platform | str | None, config: Any, of: type[OperationConfig]
+) -> tuple[Platform | str, OperationConfig | tuple[OperationConfig, OperationConfig] | None]:
+    """The platform and the config that a user asks for; a config that is a platform alone is as `platform`."""
+    if (alone := platform_alone(config)) is None:
+        config = config_of(operation, config, of)
+        return agreed_platform(operation, platform, config), config
+    alone = platform_of(operation, alone)
+    platform = agreed_platform(operation, platform, of(platform=alone))
+    return alone if platform == "auto" else platform, None
 
 
 def config_of_parts(operation: str, config: Any, of: type[OperationConfig]) -> Any:
