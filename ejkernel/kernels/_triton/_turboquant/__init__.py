@@ -83,6 +83,11 @@ def tiles_of(x: Any, config: RaggedPageAttentionConfig) -> TileConfig:
     return TileConfig(_rows(x), config.keys_per_block, config.num_warps, config.num_stages)
 
 
+def keys_are_rows(tiles: TileConfig) -> bool:
+    """Whether a tile of logits has keys as rows, and queries as columns."""
+    return tiles.rows < ROWS_OF_WARPGROUP
+
+
 def prefill_tiles(x: Any) -> TileConfig:
     """The first tiles of a prefill that fit the shared memory of the GPU that what is traced is for."""
     return _fitting(x, _prefills(x), gpu_target())[0]

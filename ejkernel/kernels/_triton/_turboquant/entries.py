@@ -2,12 +2,12 @@
 
 Indices are read in words of sixteen bits, of which each has those of four features: a tile [K, D / 4] of words is four
 tiles of entries, that of feature j of every word. A byte of signs is that of eight rows of the projection: [K, e / 8]
-bytes are eight tiles. Neither passes through memory on its way into a product.
+bytes are eight tiles. By PTX neither passes through memory on its way into a product, but for those of warpgroups.
 
 By PTX the entries are looked up in registers. `prmt` picks four of eight bytes by four numbers of three bits each, and
 the indices of a word are such numbers: so four entries of float16 are made of the lower bytes and the upper bytes, each
-of two halves of the codebook of which the last bit of an index picks one. A sign is a bit that stays where it is in its
-byte, as the number bit · 2^(j − 24) of float16.
+of two halves of the codebook of which the highest bit of an index picks one. A sign is a bit that stays where it is in
+its byte, as the number bit · 2^(j − 24) of float16.
 """
 
 import jax.numpy as jnp

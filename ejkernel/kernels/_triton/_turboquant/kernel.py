@@ -166,7 +166,7 @@ def with_values(
     c = entries_of(words, book, format, format.value_entries)
     alpha = tl.expand_dims(alpha, KEYS)
     if format.dtype == tl.float16:
-        unit, per_unit = power_of_two(tl.max(p, KEYS))
+        unit, per_unit = power_of_two(tl.max(tl.abs(p), KEYS))
         p = (p * tl.expand_dims(per_unit, KEYS)).to(tl.float16)
         unit = tl.expand_dims(unit, KEYS)
     else:

@@ -23,7 +23,7 @@ from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import KernelConfig
 from ejkernel.xla_utils.turboquant import Matrices, Quantised, product, sign_factor
 
-from . import ROWS_OF_WARPGROUP, prefill_tiles
+from . import keys_are_rows, prefill_tiles
 from .entries import codebooks_of, tables_of
 from .kernel import turboquant_kernel
 from .problem import Format
@@ -157,7 +157,7 @@ def _launched(
         config=KernelConfig(num_warps=tiles.warps, num_stages=tiles.stages),
         problem=problem, schedule=schedule, format=format, **unwanted,
         ROWS=tiles.rows, BLOCK_K=tiles.keys, WORDS=_width(format.words), SIGNS=_width(format.signs),
-        TRANSPOSED=tiles.rows < ROWS_OF_WARPGROUP,
+        TRANSPOSED=keys_are_rows(tiles),
     )  # fmt: skip
 
 
