@@ -5,7 +5,7 @@ import numpy as np
 
 from ejkernel.quantization.turboquant.codebook import solve_lloyd_max
 
-from .paged import COUNT, PAGE, RAGGED_CONTEXTS, RAGGED_LENGTHS, TOKENS, ragged_defined, wide
+from .paged import COUNT, PAGE, RAGGED_CONTEXTS, RAGGED_LENGTHS, TOKENS, hidden_slots, ragged_defined, wide
 
 D, ROWS, BITS = 16, 24, 3
 POOLS = ("key_indices_pages", "key_signs_pages", "key_norms_pages", "value_indices_pages", "value_norms_pages")
@@ -69,33 +69,31 @@ def defined(x, **options):
     return ragged_defined(x | dict(kv_pages=dequantised(x)), **options)
 
 
-def seen_slots(x):
-    """[P, page]: the slots within the contexts of the sequences of a step."""
-    pages, page = x["value_norms_pages"].shape[:2]
-    contexts, (n, columns) = np.asarray(x["context_lens"])[:, None], x["block_tables"].shape
-    of = np.asarray(x["block_tables"])[:, :, None] * page + np.arange(page)
-    in_use = (np.arange(n) < int(np.reshape(x["num_seqs"], ())))[:, None]
-    seen = np.zeros(pages * page, bool)
-    seen[of.reshape(n, -1)[(np.arange(columns * page) < contexts) & in_use]] = True
-    return seen.reshape(pages, page)
+def unread_slots(x, window=None):
+    """[P, page]: the slots that no token of a step sees."""
+    return hidden_slots(x | dict(pages=x["value_norms_pages"]), window)
 
 
-def poisoned(a, seen):
-    """Norms, NaN in the other slots."""
-    return jnp.where(seen.reshape(*seen.shape, *(1,) * (a.ndim - 2)), a, jnp.nan)
+def poisoned(norms, slots):
+    """Norms, NaN in some slots."""
+    return jnp.where(slots.reshape(*slots.shape, *(1,) * (norms.ndim - 2)), jnp.nan, norms)
 
 
-def with_strangers(x):
-    """NaN in norms after each context and in tokens of no sequence, and any pages in tables after it."""
-    seen, page = seen_slots(x), x["value_norms_pages"].shape[1]
-    contexts, (n, columns) = np.asarray(x["context_lens"])[:, None], x["block_tables"].shape
-    count = int(np.reshape(x["num_seqs"], ()))
+def with_strangers(x, window=None):
+    """NaN in what nothing reads: norms of slots that no token sees, tokens of no sequence; any numbers in tables."""
+    slots, page = unread_slots(x, window), x["value_norms_pages"].shape[1]
+    (n, columns), count = x["block_tables"].shape, int(np.reshape(x["num_seqs"], ()))
+    starts, in_use = np.asarray(x["query_start_loc"]), np.arange(n) < count
+    contexts = np.where(in_use & (np.diff(starts) > 0), np.asarray(x["context_lens"]), 0)[:, None]
     strange = np.resize([-1, 2**31 - 1, -(2**31), 7, 10**6], columns)
-    held = (np.arange(columns) < -(-contexts // page)) & (np.arange(n) < count)[:, None]
-    of_some = (np.arange(len(x["q"])) < int(x["query_start_loc"][count]))[:, None, None]
-    norms = {name: poisoned(x[name], seen) for name in NORMS}
+    of_some = (np.arange(len(x["q"])) < starts[count])[:, None, None]
     return (
         x
-        | norms
-        | dict(q=jnp.where(of_some, x["q"], jnp.nan), block_tables=jnp.where(held, x["block_tables"], strange))
+        | {name: poisoned(x[name], slots) for name in NORMS}
+        | dict(
+            q=jnp.where(of_some, x["q"], jnp.nan),
+            context_lens=jnp.where(in_use, x["context_lens"], -7),
+            block_tables=jnp.where(np.arange(columns) < -(-contexts // page), x["block_tables"], strange),
+            query_start_loc=jnp.where(np.arange(n + 1) <= count, x["query_start_loc"], -3),
+        )
     )

@@ -12,42 +12,18 @@ from ejkernel.quantization.turboquant.codebook import solve_lloyd_max
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
 from . import quantised_pages
-from .paged import COUNT, RAGGED_LENGTHS, TOKENS
-from .quantised_pages import MATRICES, NORMS, POOLS, defined
-from .tpu_paged import STRANGE, TARGET, check, prepared, slow
+from .paged import RAGGED_LENGTHS
+from .quantised_pages import MATRICES, POOLS, defined, with_strangers
+from .tpu_paged import TARGET, check, prepared, slow
 
 N, J = 6, 3
 CONTEXTS = (170, 300, 1, 257, 3, 200)  # the fifth sequence has more tokens than keys
-LENGTHS = np.array(RAGGED_LENGTHS)
 
 
 def step(e=64, **sizes):
     """A prefill, a decode, a sequence without tokens, one with more tokens in the step than in all; and new keys."""
     sizes = dict(h=4, d=64, page=128, dtype="bfloat16", bits=4) | sizes
     return quantised_pages.step(rows=e, contexts=CONTEXTS, columns=J, **sizes)
-
-
-def rubbish(x, window=None):
-    """NaN in the norms of slots that no token sees, and in queries of no sequence; any unused table entries."""
-    page = x["value_norms_pages"].shape[1]
-    there, length = np.arange(N) < COUNT, J * page
-    context = np.where(there & (LENGTHS > 0), CONTEXTS, 0)[:, None]
-    first = context - LENGTHS[:, None] - (window or length) + 1
-    used = (np.arange(length) < context) & (np.arange(length) >= first)
-    visible = np.zeros((N * J, page), bool)
-    visible[np.asarray(x["block_tables"]).reshape(-1)] = used.reshape(N * J, page)
-    hide = lambda a: jnp.where(visible.reshape(*visible.shape, *(1,) * (a.ndim - 2)), a, jnp.nan)
-    tokens = np.arange(TOKENS) < LENGTHS[:COUNT].sum()
-    return (
-        x
-        | {name: hide(x[name]) for name in NORMS}
-        | dict(
-            q=jnp.where(tokens[:, None, None], x["q"], jnp.nan),
-            context_lens=jnp.where(there, x["context_lens"], -7),
-            block_tables=jnp.where(np.arange(J) < -(-context // page), x["block_tables"], STRANGE[:J]),
-            query_start_loc=jnp.where(np.arange(N + 1) <= COUNT, x["query_start_loc"], -3),
-        )
-    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +47,7 @@ def test_ragged_page_attention_v2_turboquant(sizes, config, options):
     else:
         x, _ = step(**sizes)
     config = RaggedPageAttentionConfig(*config)
-    poisoned, wanted = rubbish(x, options.get("window")), defined(x, **options)
+    poisoned, wanted = with_strangers(x, options.get("window")), defined(x, **options)
     check("ragged_page_attention_v2_turboquant", poisoned, config, wanted, x, return_lse=True, **options)
 
 

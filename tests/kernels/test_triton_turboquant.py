@@ -58,7 +58,7 @@ def test_cases(case):
 
 def check(x, tolerance=1e-6, config=(), **options):
     """o and lse of the operation on a step are those of the definition, whatever stands in what nothing reads."""
-    call = OPERATIONS[V2].prepare_arguments(**with_strangers(x), **options)
+    call = OPERATIONS[V2].prepare_arguments(**with_strangers(x, options.get("window")), **options)
     operands = OPERATIONS[V2].algorithm.operands(**call.named)
     found = by_triton(V2, operands, call.spec, **dict(config))
     for one, wanted in zip((found.o[0], found.lse[0]), defined(x, **options), strict=True):

@@ -10,7 +10,7 @@ import pytest
 from ejkernel.lax import ragged_page_attention_v2_turboquant, ragged_page_attention_v3_turboquant
 
 from .paged import COUNT, PAGE, RAGGED_CONTEXTS, RAGGED_LENGTHS, TOKENS, J, close, wide
-from .quantised_pages import NORMS, POOLS, defined, poisoned, seen_slots, step, with_strangers
+from .quantised_pages import NORMS, POOLS, defined, poisoned, step, unread_slots, with_strangers
 
 P = len(RAGGED_CONTEXTS) * J
 WRITTEN = [
@@ -100,7 +100,7 @@ def test_sinks(sinks):
 def test_keys_after_the_context_are_invisible():
     """NaN norms in the slots after each context, NaN in tokens of no sequence, and any pages in tables after it."""
     x, new = step()
-    strange, seen = with_strangers(x), seen_slots(x)
+    strange, unread = with_strangers(x), unread_slots(x)
     of_some = (np.arange(TOKENS) < sum(RAGGED_LENGTHS[:COUNT]))[:, None, None]
     both = {name: jnp.where(of_some, a, jnp.nan) for name, a in new.items()}
     run = partial(ragged_page_attention_v2_turboquant, return_lse=True)
@@ -109,7 +109,7 @@ def test_keys_after_the_context_are_invisible():
     found, wanted = run(**strange, **both), run(**x, **new)
     jax.tree.map(np.testing.assert_array_equal, found[:2], wanted[:2])
     for name, a, b in zip(POOLS, found[2:], wanted[2:], strict=True):
-        np.testing.assert_array_equal(wide(a), wide(poisoned(b, seen) if name in NORMS else b))
+        np.testing.assert_array_equal(wide(a), wide(poisoned(b, unread) if name in NORMS else b))
 
 
 # --- What is written --------------------------------------------------------------------------------------------------
