@@ -12,6 +12,8 @@ MIXED = (0, 1, 1, 34, 35, 52, 53)
 CALLS = {
     "prefill and decode": {},
     "decode alone": dict(cuts=tuple(range(9))),
+    "drafts": dict(cuts=(0, 1, 3, 6, 10, 15, 20, 24, 27)),
+    "a prefill, and fewer tokens than sequences": dict(cuts=(0, 0, 1, 7, 7, 7, 9, 9, 9, 9, 9, 10), tokens=11),
     "one sequence": dict(cuts=(0, 70)),
     "tokens of no sequence": dict(cuts=(3, 4, 30, 30, 47), tokens=60),
     "places outside the pool": dict(slots=(9, -1, 3, 50, 0, 7)),
