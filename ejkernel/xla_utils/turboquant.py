@@ -168,9 +168,14 @@ def sign_factor(by: Matrices) -> Any:
     return np.array(np.sqrt(np.pi / (2 * by.qjl_projection.shape[0])), by.qjl_projection.dtype)
 
 
-def product(x: Array, matrix: Array) -> Array:
-    """Rows [...,d] times a matrix [d,e], in full precision."""
-    return jnp.einsum("...d,de->...e", x, matrix, precision="highest")
+def projection_of_rotated(by: Matrices, precision: str = "highest") -> Array:
+    """√(π/2e) · S·Π [e,d], whose products with q and with signs are those of the projection."""
+    return product(sign_factor(by) * by.qjl_projection, by.rotation_matrix, precision)
+
+
+def product(x: Array, matrix: Array, precision: str = "highest") -> Array:
+    """Rows [...,d] times a matrix [d,e], in full precision unless said."""
+    return jnp.einsum("...d,de->...e", x, matrix, precision=precision)
 
 
 def _rotated_direction(x: Array, by: Matrices) -> tuple[Array, Array]:

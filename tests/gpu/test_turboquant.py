@@ -3,6 +3,8 @@
 Entries and signs are made by instructions of PTX, which only a GPU runs.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import ejkernel
 from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._triton import _turboquant
+from ejkernel.kernels._triton._turboquant import prefill
 from ejkernel.modules._operation import OPERATIONS
 from ejkernel.primitives._pages import CacheSpec
 from tests.kernels.paged import close
@@ -78,6 +81,25 @@ def test_every_config(heads, groups, d):
     found = {(c.keys_per_block, c.num_warps, c.num_stages): c for c in found}
     for config in found.values():
         check(x, config)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("window", (None, 150))
+def test_prefills_that_do_not_fit_together(window, dtype, monkeypatch):
+    """Their keys are dequantised in turn, in a loop of the program; with vmap for two steps at once."""
+    monkeypatch.setattr(prefill, "LEAST_CAPACITY", 0)
+    lengths = dict(lengths=(90, 1, 200, 0, 40, 64), contexts=(500, 700, 200, 333, 40, 1000), tokens=400, page=32)
+    x, _ = step(h=8, g=2, d=128, rows=128, bits=4, dtype=dtype, **lengths)
+    check(x, window=window)
+    f = jax.jit(jax.vmap(partial(ejkernel.lax.ragged_page_attention_v2_turboquant, window=window, return_lse=True)))
+    given = (
+        x,
+        x | dict(context_lens=x["context_lens"][::-1], query_start_loc=jnp.array([0, 50, 51, 51, 60, 260, 399])),
+    )
+    found = f(**jax.tree.map(lambda *a: jnp.stack(a), *given))
+    for n, one in enumerate(given):
+        for a, wanted, tolerance in zip(found, defined(one, window=window), (TOLERANCE, LSE), strict=True):
+            close(a[n], wanted, tolerance[dtype])
 
 
 def test_a_scan_over_a_donated_cache():

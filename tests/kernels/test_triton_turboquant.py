@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.kernels._target import lowering_for
 from ejkernel.kernels._triton import _launch, _turboquant
+from ejkernel.kernels._triton._turboquant import prefill
 from ejkernel.modules._operation import OPERATIONS
 from ejkernel.types import Target
 
@@ -56,11 +57,16 @@ def test_cases(case):
     )
 
 
+def operands_of(x, **options):
+    """The operands and the spec of a call."""
+    call = OPERATIONS[V2].prepare_arguments(**x, **options)
+    return OPERATIONS[V2].algorithm.operands(**call.named), call.spec
+
+
 def check(x, tolerance=1e-6, config=(), **options):
     """o and lse of the operation on a step are those of the definition, whatever stands in what nothing reads."""
-    call = OPERATIONS[V2].prepare_arguments(**with_strangers(x, options.get("window")), **options)
-    operands = OPERATIONS[V2].algorithm.operands(**call.named)
-    found = by_triton(V2, operands, call.spec, **dict(config))
+    operands, spec = operands_of(with_strangers(x, options.get("window")), **options)
+    found = by_triton(V2, operands, spec, **dict(config))
     for one, wanted in zip((found.o[0], found.lse[0]), defined(x, **options), strict=True):
         close(one, wanted, tolerance if one.dtype == jnp.float32 else 1e-2)
 
@@ -92,11 +98,73 @@ def test_shapes(h, g, d, rows):
     check(step(h=h, g=g, d=d, rows=rows, page=4)[0])
 
 
-def test_vmap_over_some_operands():
+# --- Prefills, whose keys are dequantised -----------------------------------------------------------------------------
+
+# Tables of 80 slots, in pages of which a smaller cache has 16.
+PREFILLS = dict(contexts=(70, 40, 64, 33, 3, 9), lengths=(60, 1, 30, 0, 2, 12), tokens=110, count=6, page=4, columns=20)
+
+
+@pytest.fixture
+def dequantised(monkeypatch):
+    """How many pages each launch has dequantised."""
+    found = []
+
+    def launch(kernel, *operands, out_type, **how):
+        if kernel.__name__ == "dequantise_kernel":
+            found.append(out_type.shape[1])
+        return interpreter.launch(kernel, *operands, out_type=out_type, **how)
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    return found
+
+
+def in_python(condition, step, state):
+    """A while loop whose launches the interpreter runs."""
+    while condition(state):
+        state = step(state)
+    return state
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize(
+    "options", (dict(), dict(window=9), dict(softcap=2.0, softmax_scale=-0.3)), ids=str
+)  # fmt: skip
+def test_prefills(dtype, options, dequantised):
+    check(step(**PREFILLS, dtype=dtype, sinks=(6, 2))[0], 2e-3, **options)
+    assert dequantised == [6 * 5]
+
+
+@pytest.mark.parametrize("window", (None, 9))
+def test_prefills_that_do_not_fit_together(window, dequantised, monkeypatch):
+    """As many sequences as fit, then the next ones; with a window the pages before it take no space."""
+    monkeypatch.setattr(prefill, "LEAST_CAPACITY", 0)
+    monkeypatch.setattr(prefill.lax, "while_loop", in_python)
+    lengths = dict(lengths=(60, 1, 30, 0, 2, 17), contexts=(70, 40, 64, 33, 3, 80))
+    check(step(**PREFILLS | lengths, dtype="float16")[0], 2e-3, window=window)
+    assert dequantised == ([12] if window else [12, 12])
+
+
+def test_few_tokens_and_tables_of_odd_slots_are_computed_as_they_are(dequantised):
+    check(step(**PREFILLS | dict(lengths=(1, 1, 12, 0, 2, 1), tokens=17), dtype="float16")[0], 2e-3)
+    check(step(**PREFILLS | dict(page=3, columns=25), dtype="float16")[0], 2e-3)
+    assert not dequantised
+
+
+def test_keys_of_prefills_beyond_float16(dequantised):
+    """Where a key or value of float16 would become infinite it has the largest number: results are none."""
+    x, _ = step(**PREFILLS, dtype="float16", norms="float32")
+    x["key_norms_pages"] = x["key_norms_pages"].at[..., 0].multiply(1e6)
+    x["value_norms_pages"] *= 1e6
+    operands, spec = operands_of(x, softmax_scale=1e-6)
+    found = by_triton(V2, operands, spec)
+    assert dequantised and all(np.isfinite(a[0, :60]).all() for a in found)
+
+
+@pytest.mark.parametrize("of_step", (dict(), PREFILLS | dict(dtype="float16")), ids=("decodes", "prefills"))
+def test_vmap_over_some_operands(of_step):
     """Pools and matrices that are not mapped are not repeated; a mapped codebook is looked up for each index."""
-    x, _ = step()
-    call = OPERATIONS[V2].prepare_arguments(**x)
-    operands = OPERATIONS[V2].algorithm.operands(**call.named)
+    x, _ = step(**of_step)
+    operands, spec = operands_of(x)
     twice = lambda a, b: jnp.concatenate([a, b])
     moved = operands._replace(
         q=twice(operands.q, operands.q[:, ::-1]),
@@ -105,11 +173,11 @@ def test_vmap_over_some_operands():
         value_codebook=twice(operands.value_codebook, 2 * operands.value_codebook),
         key_signs_pages=twice(operands.key_signs_pages, ~operands.key_signs_pages),
     )  # fmt: skip
-    found = by_triton(V2, moved, call.spec)
+    found = by_triton(V2, moved, spec)
     for n in range(2):
         alone = {name: getattr(moved, name)[n] for name in ("q", "value_codebook", "key_signs_pages")}
         for one, wanted in zip(found, defined(x | alone), strict=True):
-            close(one[n], wanted)
+            close(one[n], wanted, 5e-3 if of_step else 1e-6)
 
 
 def test_new_keys_are_seen_quantised():
@@ -128,11 +196,8 @@ def test_new_keys_are_seen_quantised():
 
 def refused(**options):
     x, _ = step(**options)
-    call = OPERATIONS[V2].prepare_arguments(**x)
-    operands = OPERATIONS[V2].algorithm.operands(**call.named)
-    return kernel_registry.find(V2, "triton").implementation.supports(
-        call.spec, operands, Target("cuda", "NVIDIA H200")
-    )
+    operands, spec = operands_of(x)
+    return kernel_registry.find(V2, "triton").implementation.supports(spec, operands, Target("cuda", "NVIDIA H200"))
 
 
 def test_what_is_left_to_xla(monkeypatch):

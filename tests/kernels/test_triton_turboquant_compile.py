@@ -60,19 +60,29 @@ def launches(monkeypatch, x, spec=CacheSpec(softmax_scale=0.1)):
             lambda x: ragged_page_attention_v2_turboquant(*x, spec=spec, config=config), x
         )
         found |= {launch: None for launch in compiler.launches(monkeypatch, _launch, call)}
-    return [launch for launch in found if launch.kernel.__name__ == "turboquant_kernel"]
+    return list(found)
+
+
+def named(name, found):
+    return [launch for launch in found if launch.kernel.__name__ == name]
 
 
 def check(target, x, monkeypatch, spec=CacheSpec(softmax_scale=0.1)):
     with lowering_for(KINDS[target]):
         assert _turboquant.supports(CacheSpec(), x, gpu_target()) is None or target == "gfx942"
-        for launch in launches(monkeypatch, x, spec):
+        found = launches(monkeypatch, x, spec)
+        for launch in named("turboquant_kernel", found):
             constants = dict(launch.constants)
             tiles = TileConfig(constants["ROWS"], constants["BLOCK_K"], launch.num_warps, launch.num_stages)
             binary = compiler.binary(launch, compiler.TARGETS[target])
             print(target, tiles, binary.shared, binary.registers, binary.spilled)
             assert binary.shared <= _turboquant.shared_memory(x, tiles, _launch.has_ptx()), tiles
             assert (binary.spilled or 0) <= MOST_SPILLED, tiles
+        for launch in named("dequantise_kernel", found):
+            binary = compiler.binary(launch, compiler.TARGETS[target])
+            print(target, binary.shared, binary.registers, binary.spilled)
+            assert binary.shared <= _launch.shared_memory_limit(gpu_target())
+            assert (binary.spilled or 0) <= MOST_SPILLED
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", pytest.param("float32", marks=pytest.mark.slow)))

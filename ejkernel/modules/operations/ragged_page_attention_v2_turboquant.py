@@ -58,7 +58,8 @@ def ragged_page_attention_v2_turboquant_arguments(
         s_j = softmax_scale · q·k̃_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · ṽ_j
 
-    Forward only: it has no derivative. Slots past a context may hold anything, even NaN norms.
+    Forward only: it has no derivative. Slots past a context may hold anything, even NaN norms. On GPUs k̃ and ṽ are
+    rounded to 16 bits for queries of 16 bits: to q's dtype where a sequence has many tokens.
 
     Args:
         q: the queries [T, H, D] of the step's tokens, one sequence after the other, of a float dtype; D is even.

@@ -80,7 +80,8 @@ def ragged_page_attention_v3_turboquant_arguments(
 
     Prefill, chunks of a prefill and decode may be mixed in a step. Forward only: it has no derivative. If the pools are
     donated to a compiled program, they are updated in place, and bytes that belong to no token of the step are not
-    touched; without donation XLA copies them.
+    touched; without donation XLA copies them. On GPUs k̃ and ṽ are rounded to 16 bits for queries of 16 bits: to q's
+    dtype where a sequence has many tokens.
 
     Args:
         q: the queries [T, H, D] of the step's tokens, one sequence after the other; D is even.

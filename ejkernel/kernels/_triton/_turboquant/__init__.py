@@ -20,10 +20,10 @@ SMALLEST_TILE, LARGEST_WIDTH = 16, 256
 LEAST_ROWS, ROWS_OF_WARPGROUP, WIDE = 8, 64, 128
 # Rows of a decode, if its tokens have to share them.
 MOST_ROWS_OF_TOKENS = 16
-# (keys, warps, stages) of a decode, the likeliest first. A warp alone waits for no other, and needs the registers of
-# two: indices become entries in registers, so few warps are resident and each has to have much to do.
+# (keys, warps, stages) of a decode, the likeliest first. A warp alone waits for no other. Indices become entries in
+# registers, so few warps are resident: with 16 keys as many again as with more.
 SIZES = {
-    8: ((64, 1, 3), (16, 1, 5), (32, 2, 3), (16, 1, 2)),
+    8: ((16, 1, 5), (64, 1, 3), (32, 2, 3), (16, 1, 2)),
     16: ((32, 2, 3), (16, 1, 4), (16, 2, 2)),
     32: ((32, 2, 3), (16, 2, 2)),
     64: ((32, 4, 2), (16, 4, 1)),
@@ -34,8 +34,9 @@ WIDE_SIZES = {
     32: ((32, 4, 3), (16, 4, 2)),
 }
 SIZES_OF_FLOAT32, WIDE_SIZES_OF_FLOAT32 = ((16, 1, 3), (32, 2, 2), (16, 2, 1)), ((16, 2, 2), (16, 2, 1))
-# Keys of a split at least, warps that are resident on a multiprocessor at once, and tiles that are timed.
-LEAST_KEYS, RESIDENT_WARPS, WORTH_TIMING = 256, 8, 3
+# Keys of a split at least, splits at most (256 of them took 40 µs to merge on an H200, 128 took 9), and tiles that are
+# timed.
+LEAST_KEYS, MOST_SPLITS, WORTH_TIMING = 256, 128, 3
 
 
 def supports(spec: CacheSpec, x: Any, target: Target) -> str | None:
@@ -103,10 +104,16 @@ def space(spec: CacheSpec, x: Any, target: Target) -> list[RaggedPageAttentionCo
 def _splits(x: Any, tiles: TileConfig, target: Target) -> list[int]:
     """So many that all programs are resident at once, as near as can be; and twice and half as many."""
     programs = x.q.shape[0] * x.block_tables.shape[1] * x.value_norms_pages.shape[3]
-    resident = max(1, RESIDENT_WARPS // tiles.warps) * (target.core_count or DEFAULT_CORE_COUNT)
-    most = max(1, x.block_tables.shape[2] * x.value_norms_pages.shape[2] // LEAST_KEYS)
+    resident = max(1, _resident_warps(x, tiles) // tiles.warps) * (target.core_count or DEFAULT_CORE_COUNT)
+    most = max(1, min(MOST_SPLITS, x.block_tables.shape[2] * x.value_norms_pages.shape[2] // LEAST_KEYS))
     likely = min(most, max(1, resident // programs))
     return list(dict.fromkeys((likely, min(most, 2 * likely), max(1, likely // 2))))
+
+
+def _resident_warps(x: Any, tiles: TileConfig) -> int:
+    """Warps that are resident on a multiprocessor at once; those of the smallest tiles need half the registers."""
+    smallest = tiles.rows == LEAST_ROWS and tiles.keys == SMALLEST_TILE and not (_is_single(x) or _is_wide(x))
+    return 16 if smallest else 8
 
 
 def excess(x: Any, config: RaggedPageAttentionConfig) -> str | None:

@@ -33,12 +33,17 @@ def tables_of(codebooks: Array) -> Array:
     Entries are float16 in that unit. Four numbers have the lower bytes of sixteen, four to a number, and four the upper
     ones; then there is the unit, a power of two, as the bits of a float32.
     """
-    largest = lax.bitcast_convert_type(jnp.abs(codebooks).max(-1, keepdims=True), jnp.int32)
-    unit = lax.bitcast_convert_type(jnp.clip(largest & 0x7F800000, 0x00800000, 0x7E800000), jnp.float32)
+    unit = unit_of(codebooks, -1)
     bits = lax.bitcast_convert_type((codebooks / unit).astype(jnp.float16), jnp.uint16).astype(jnp.uint32)
     bytes = jnp.stack([bits & 0xFF, bits >> 8], 2).reshape(*bits.shape[:2], 8, 4)
     words = (bytes << jnp.arange(0, 32, 8, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
     return jnp.concatenate([lax.bitcast_convert_type(a, jnp.int32) for a in (words, unit)], -1)
+
+
+def unit_of(x: Array, axes: int | tuple[int, ...]) -> Array:
+    """The power of two in which numbers fit float16: the greatest that is at most the largest of them, float32."""
+    bits = lax.bitcast_convert_type(jnp.abs(x).max(axes, keepdims=True), jnp.int32)
+    return lax.bitcast_convert_type(jnp.clip(bits & 0x7F800000, 0x00800000, 0x7E800000), jnp.float32)
 
 
 @triton.jit

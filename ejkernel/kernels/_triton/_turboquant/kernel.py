@@ -19,6 +19,7 @@ from ejkernel.kernels._triton._paged.softmax import LOG2E, write, write_padding
 from ejkernel.kernels._triton._paged.work import keys_of_row, keys_of_tokens, row_of_program, split_of_keys
 
 from .entries import UNIT_OF_BITS, bits_of, entries_of, load_codebook
+from .slots import load_norms, load_tile
 
 
 @triton.jit
@@ -114,18 +115,6 @@ def attend_keys(
 
 
 @triton.jit
-def load_norms(key_norms, slots):
-    """‖k‖ and ‖r‖ of the keys in these slots; both norms are read at once, if that is four bytes, as copies are."""
-    if key_norms.dtype.element_ty.primitive_bitwidth == 16:
-        both = tl.load(key_norms.to(tl.pointer_type(tl.int32), bitcast=True) + slots)
-        norm, residual = both.to(tl.int16), (both >> 16).to(tl.int16)
-        dtype: tl.constexpr = key_norms.dtype.element_ty
-        return norm.to(dtype, bitcast=True).to(tl.float32), residual.to(dtype, bitcast=True).to(tl.float32)
-    else:
-        return tl.load(key_norms + 2 * slots), tl.load(key_norms + 2 * slots + 1)
-
-
-@triton.jit
 def logits(
     slots, rotated, unit, projected, offset, sign_unit, key_indices, key_signs, norm, residual, book,
     problem: tl.constexpr, format: tl.constexpr, WORDS: tl.constexpr, SIGNS: tl.constexpr, KEYS: tl.constexpr,
@@ -186,17 +175,6 @@ def of_weights(p, values, format: tl.constexpr, KEYS: tl.constexpr):
         return tl.dot(values, p, input_precision=format.precision)
     else:
         return tl.dot(p, values, input_precision=format.precision)
-
-
-@triton.jit
-def load_tile(x, slots, width: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """`width` words or bytes of each slot, and 0 after them, along the axis COLUMNS of a tile, as its product needs."""
-    column = tl.expand_dims(tl.arange(0, WIDTH), 1 - COLUMNS)
-    at = x + tl.expand_dims(slots, COLUMNS) * width + column
-    if width == WIDTH:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=column < width, other=0)
 
 
 @triton.jit

@@ -1,11 +1,13 @@
-"""Attention over a cache quantised by TurboQuant, launch by launch: rows of few tokens, their merge, and a prefill.
+"""Attention over a cache quantised by TurboQuant, launch by launch: rows of few tokens, their merge, and the others.
 
 Sequences with few tokens, whose query heads of a group fit one tile together, have a row each, split over the keys. The
 others have rows of a larger tile, which are not split. Each launch computes its own tokens, in place of what the one
-before it left. Queries are rotated and projected before, and results rotated back after, by XLA.
+before it left. Queries are rotated and projected before, and results rotated back after, by XLA. Keys of sequences with
+more tokens than a tile has are dequantised (prefill.py), unless products are of float32.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,18 +17,20 @@ from jax import Array
 
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._in_place import launch_in_place
-from ejkernel.kernels._triton._paged import SMALLEST_TILE, TileConfig, power_of_two
+from ejkernel.kernels._triton._paged import TileConfig
 from ejkernel.kernels._triton._paged.launch import EVERY, MOST_TOKENS_OF_DECODES, SPLITS_PER_TILE
 from ejkernel.kernels._triton._paged.merge import merge_kernel
 from ejkernel.kernels._triton._paged.problem import Problem, Schedule, strides_of
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import KernelConfig
-from ejkernel.xla_utils.turboquant import Matrices, Quantised, product, sign_factor
+from ejkernel.xla_utils.turboquant import Matrices, Quantised, product, projection_of_rotated
 
 from . import keys_are_rows, prefill_tiles
+from .dequantise import dequantised
 from .entries import codebooks_of, tables_of
 from .kernel import turboquant_kernel
-from .problem import Format
+from .prefill import divided, prefill, slots_of_page
+from .problem import Format, widths
 
 # o and lse, as far as they are computed.
 Results = dict[str, Array]
@@ -59,38 +63,72 @@ def attend(
     """
     matrices = Matrices(*(_of_batch(a, x.q.shape[0]) for a in matrices))
     pools = Quantised(*(_of_batch(a, max(pool.shape[0] for pool in pools)) for a in pools))
-    format, codebooks = _format(x.q, pools, matrices), codebooks_of(matrices)
-    step = Step(
-        _rotated(x.q, matrices), *pools, tables_of(codebooks) if format.ptx else codebooks,
-        x.context_lens, x.query_start_loc, x.num_seqs, x.block_tables, x.sinks,
+    over_cache = partial(_over_cache, pools=pools, matrices=matrices, spec=spec, splits=splits, tiles=tiles)
+    most = _tokens(x, prefill_tiles(x))
+    if x.q.dtype.itemsize == 4 or not slots_of_page(x) or x.q.shape[1] <= max(most, _tokens_of_decodes(x, tiles)):
+        return over_cache(x)
+    problem, format = _problem(x, pools, spec), _format(x.q, pools, matrices)
+    dequantise = partial(
+        dequantised, x=x, pools=pools, codebooks=_codebooks(matrices, format), matrices=matrices, problem=problem,
+        format=format,
     )  # fmt: skip
-    problem = _problem(x.q, step, spec)
-    tokens = tiles.rows // (problem.H // problem.G)
+    return divided(x, most, over_cache, partial(prefill, spec=spec, dequantise=dequantise))
+
+
+def _tokens(x: Any, tiles: TileConfig) -> int:
+    """Tokens of a row, with all query heads of a group."""
+    return tiles.rows // (x.q.shape[2] // x.value_norms_pages.shape[3])
+
+
+def _tokens_of_decodes(x: Any, tiles: TileConfig) -> int:
+    """Tokens of a step whose sequences, most of which then have few of them, have the tiles of a decode all."""
+    tokens = _tokens(x, tiles)
+    return max(tokens, min(MOST_TOKENS_OF_DECODES, x.block_tables.shape[1] * tokens))
+
+
+def _over_cache(
+    x: Any, *, pools: Quantised, matrices: Matrices, spec: CacheSpec, splits: int, tiles: TileConfig
+) -> tuple[Array, Array]:
+    """The same, over the cache as it is."""
+    format, problem = _format(x.q, pools, matrices), _problem(x, pools, spec)
+    # Of 16 bits rotated queries are rounded to float16, and results to the dtype of q: to as many bits as TF32 has.
+    precision = "highest" if x.q.dtype.itemsize == 4 else "default"
+    step = Step(
+        _rotated(x.q, matrices, precision), *pools, _codebooks(matrices, format), x.context_lens, x.query_start_loc,
+        x.num_seqs, x.block_tables, x.sinks,
+    )  # fmt: skip
+    tokens = _tokens(x, tiles)
     decode = Schedule(
         rows=problem.N, tokens=tokens, packed=False, padding=False, least=1, most=tokens, splits=splits,
         keys_per_split=0,
     )  # fmt: skip
-    # Where most sequences have few tokens theirs are the tiles of all, which then have several rows of a sequence.
-    if max(tokens, min(MOST_TOKENS_OF_DECODES, problem.N * tokens)) >= problem.T:
+    if _tokens_of_decodes(x, tiles) >= problem.T:
         decode = replace(decode, rows=_packed_rows(problem, tokens), packed=True, padding=True, most=EVERY)
     results = _decoded(step, problem, decode, format, tiles)
     if not decode.padding:
         tiles = prefill_tiles(x)
-        tokens = tiles.rows // (problem.H // problem.G)
+        tokens = _tokens(x, tiles)
         rest = replace(
             decode, rows=_packed_rows(problem, tokens), tokens=tokens, packed=True, padding=True,
             least=decode.most + 1, most=EVERY, splits=1,
         )  # fmt: skip
         results = _launched(step, results, {}, problem, rest, format, tiles)
-    return jax.vmap(product)(results["o"], matrices.rotation_matrix).astype(x.q.dtype), results["lse"]
+    o = jax.vmap(partial(product, precision=precision))(results["o"], matrices.rotation_matrix)
+    return o.astype(x.q.dtype), results["lse"]
 
 
-def _rotated(q: Array, matrices: Matrices) -> Array:
+def _codebooks(matrices: Matrices, format: Format) -> Array:
+    """As `load_codebook` reads them."""
+    codebooks = codebooks_of(matrices)
+    return tables_of(codebooks) if format.ptx else codebooks
+
+
+def _rotated(q: Array, matrices: Matrices, precision: str) -> Array:
     """Π·q followed by √(π/2e)·S·Π·q, of q [b,t,h,d], by one product: the matrices' own costs less than a launch."""
 
     def of_batch(q: Array, by: Matrices) -> Array:
-        projection = product(sign_factor(by) * by.qjl_projection, by.rotation_matrix)
-        return product(q.astype(jnp.float32), jnp.concatenate([by.rotation_matrix, projection]).T)
+        both = jnp.concatenate([by.rotation_matrix, projection_of_rotated(by, precision)])
+        return product(q.astype(jnp.float32), both.T, precision)
 
     return jax.vmap(of_batch)(q, matrices)
 
@@ -104,9 +142,9 @@ def _of_batch(x: Array, batch: int) -> Array:
     return jnp.broadcast_to(x, (batch, *x.shape[1:]))
 
 
-def _problem(q: Array, x: Step, spec: CacheSpec) -> Problem:
-    (_, T, H, D), (_, pages, page, G) = q.shape, x.value_norms.shape
-    slots, sinks = strides_of(x.value_norms.shape), 0 if x.sinks is None else x.sinks.shape[2]
+def _problem(x: Any, pools: Quantised, spec: CacheSpec) -> Problem:
+    (_, T, H, D), (_, pages, page, G) = x.q.shape, pools.value_norms.shape
+    slots, sinks = strides_of(pools.value_norms.shape), 0 if x.sinks is None else x.sinks.shape[2]
     return Problem(
         N=x.block_tables.shape[1], T=T, H=H, G=G, D=D, V=D, pages=pages, page=page, columns=x.block_tables.shape[2],
         length=None, causal=True, left=spec.left, scale=spec.softmax_scale, softcap=spec.softcap,
@@ -140,8 +178,10 @@ def _decoded(x: Step, problem: Problem, schedule: Schedule, format: Format, tile
         merge_kernel, x.context_lens, x.query_start_loc, x.num_seqs, x.sinks, None, found["o_splits"],
         found["lse_splits"],
         placed={}, new=_results(x, problem), grid=units * schedule.tokens * problem.H,
-        config=KernelConfig(num_warps=4, num_stages=1), problem=problem, schedule=schedule,
-        SPLITS=SPLITS_PER_TILE, V_WIDTH=4 * _width(format.words),
+        # Most programs of few splits find nothing, or little: 64 × 1k took 5 µs with a warp on an H200, 14 with four.
+        config=KernelConfig(num_warps=1 if schedule.splits <= SPLITS_PER_TILE else 4, num_stages=1),
+        problem=problem, schedule=schedule,
+        SPLITS=SPLITS_PER_TILE, V_WIDTH=4 * widths(format)["WORDS"],
     )  # fmt: skip
 
 
@@ -156,7 +196,7 @@ def _launched(
         grid=x.q.shape[0] * schedule.rows * schedule.splits * problem.G,
         config=KernelConfig(num_warps=tiles.warps, num_stages=tiles.stages),
         problem=problem, schedule=schedule, format=format, **unwanted,
-        ROWS=tiles.rows, BLOCK_K=tiles.keys, WORDS=_width(format.words), SIGNS=_width(format.signs),
+        ROWS=tiles.rows, BLOCK_K=tiles.keys, **widths(format),
         TRANSPOSED=keys_are_rows(tiles),
     )  # fmt: skip
 
@@ -165,7 +205,3 @@ def _results(x: Step, problem: Problem) -> dict[str, jax.ShapeDtypeStruct]:
     """The types of Π·o and lse."""
     shape, of = x.q.shape[:3], jax.ShapeDtypeStruct
     return dict(o=of((*shape, problem.V), jnp.float32), lse=of(shape, jnp.float32))
-
-
-def _width(size: int) -> int:
-    return max(SMALLEST_TILE, power_of_two(size))

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ejkernel.kernels._triton._paged import SMALLEST_TILE, power_of_two
+
 
 @dataclass(frozen=True)
 class Format:
@@ -24,3 +26,9 @@ class Format:
     dtype: Any
     precision: str
     ptx: bool
+
+
+def widths(format: Format) -> dict[str, int]:
+    """Words and bytes of signs of a tile."""
+    of = lambda size: max(SMALLEST_TILE, power_of_two(size))
+    return dict(WORDS=of(format.words), SIGNS=of(format.signs))
