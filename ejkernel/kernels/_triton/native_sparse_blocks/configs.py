@@ -10,18 +10,19 @@ from ejkernel.primitives.native_sparse_blocks import NativeSparseBlocksSpec, Ope
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 # (block_q, block_k, num_warps, num_stages)
+SMALLEST = (16, 16, 4, 1)
 HALF = ((64, 32, 4, 2), (128, 32, 8, 2), (128, 32, 4, 2), (256, 32, 8, 2), (64, 16, 4, 1))
 WIDE = ((128, 32, 8, 2), (64, 16, 8, 2), (64, 16, 4, 1))
-SINGLE = ((64, 16, 8, 1), (16, 16, 4, 1))
+SINGLE = ((64, 16, 8, 1),)
 HOPPER_WIDE, HOPPER_SINGLE = (256, 32, 8, 2), (64, 32, 4, 1)
 
 
 def space(operation: str, operands: Operands, spec: NativeSparseBlocksSpec, target: Target) -> list[KernelConfig]:
     """The candidates that fit into the shared memory of the target; the smallest one if none does."""
+    sizes = [size for size in _candidates(operands, target) if size[0] >= _padded(operands)]
     found = [
         KernelConfig(rows, blocks, 16, warps, stages, platform=Platform.TRITON, backend=Backend.GPU)
-        for rows, blocks, warps, stages in _candidates(operands, target)
-        if rows >= _padded(operands)
+        for rows, blocks, warps, stages in dict.fromkeys((*sizes, _smallest(operands)))
     ]
     limit = shared_memory_limit(target)
     return [config for config in found if shared_memory(operation, operands, config) <= limit] or found[-1:]
@@ -38,6 +39,12 @@ def _candidates(operands: Operands, target: Target) -> tuple[tuple[int, ...], ..
     if operands.q.shape[3] > 128:
         return (HOPPER_WIDE, *WIDE) if hopper else WIDE
     return HALF
+
+
+def _smallest(operands: Operands) -> tuple[int, ...]:
+    """The smallest tile, of the heads of one query at least."""
+    rows, *rest = SMALLEST
+    return max(rows, _padded(operands)), *rest
 
 
 def _padded(operands: Operands) -> int:
@@ -60,4 +67,5 @@ def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> i
 
 def least_memory(operands: Operands) -> int:
     """Bytes of shared memory of the smallest config."""
-    return shared_memory("native_sparse_blocks", operands, KernelConfig(16, 16, 16, 4, 1))
+    rows, blocks, *_ = _smallest(operands)
+    return shared_memory("native_sparse_blocks", operands, KernelConfig(rows, blocks, 16, num_stages=1))
