@@ -12,6 +12,8 @@ from ejkernel.kernels._target import lowering_for
 from ejkernel.kernels._triton import _launch, _turboquant
 from ejkernel.kernels._triton._turboquant import prefill
 from ejkernel.modules._operation import OPERATIONS
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.primitives.ragged_page_attention_v2_turboquant import Operands
 from ejkernel.types import Target
 
 from . import interpreter
@@ -227,3 +229,32 @@ def test_tables(entries):
     found = found.astype(np.float64) * unit.view(np.float32)[..., None]
     np.testing.assert_allclose(found[0, :, :entries], books, rtol=2**-11, atol=2**-24 * np.abs(books).max())
     np.testing.assert_array_equal(found[..., entries:], np.repeat(found[..., entries - 1 : entries], 16 - entries, -1))
+
+
+# --- Tiles and splits -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "step, chosen",
+    {
+        (32, 16384): (16, 8),
+        (64, 1024): (16, 4),
+        (300, 512): (16, 1),
+        (1, 1024): (16, 8),
+        (1, 65536): (64, 128),
+        (16, 1024): (64, 8),
+    }.items(),
+    ids=str,
+)
+def test_the_likeliest_config_fills_the_gpu(step, chosen):
+    """Tiles of 16 keys if as many programs as they allow are resident; a split has 128 keys at least."""
+    sequences, context = step
+    of = lambda *shape, dtype="int32": jax.ShapeDtypeStruct((1, *shape), dtype)
+    x = Operands(**dict.fromkeys(Operands._fields))._replace(
+        q=of(sequences, 32, 128, dtype="bfloat16"),
+        value_norms_pages=of(512, 64, 8, dtype="bfloat16"),
+        qjl_projection=of(128, 128, dtype="float32"),
+        block_tables=of(sequences, context // 64),
+    )
+    first = _turboquant.space(CacheSpec(), x, Target("cuda", "NVIDIA H200"))[0]
+    assert (first.keys_per_block, first.num_splits) == chosen

@@ -34,9 +34,11 @@ WIDE_SIZES = {
     32: ((32, 4, 3), (16, 4, 2)),
 }
 SIZES_OF_FLOAT32, WIDE_SIZES_OF_FLOAT32 = ((16, 1, 3), (32, 2, 2), (16, 2, 1)), ((16, 2, 2), (16, 2, 1))
-# Keys of a split at least, splits at most (256 of them took 40 µs to merge on an H200, 128 took 9), and tiles that are
+# Keys of a split at least, splits at most (256 of them took 25 µs to merge on an H200, 128 took 7), and tiles that are
 # timed.
-LEAST_KEYS, MOST_SPLITS, WORTH_TIMING = 256, 128, 3
+LEAST_KEYS, MOST_SPLITS, WORTH_TIMING = 128, 128, 3
+# Warps that are resident on a multiprocessor at once, with the smallest tile and with others.
+RESIDENT_WARPS_OF_SMALLEST, RESIDENT_WARPS = 16, 8
 
 
 def supports(spec: CacheSpec, x: Any, target: Target) -> str | None:
@@ -96,24 +98,41 @@ def prefill_tiles(x: Any) -> TileConfig:
 
 def space(spec: CacheSpec, x: Any, target: Target) -> list[RaggedPageAttentionConfig]:
     """Configs that may be best, the likeliest first."""
-    fitting = _fitting(x, _decodes(x), target)[:WORTH_TIMING]
-    found = [(tiles, splits) for tiles in fitting for splits in _splits(x, tiles, target)]
+    first, *others = _fitting(x, _decodes(x), target)[:WORTH_TIMING]
+    # The smallest tile is the fastest with as many programs as it may have: one sequence of 64k took 91 µs with half of
+    # them on an H200, and with larger tiles 74.
+    if others and _is_smallest(x, first) and not _fills(x, first, target) and _fills(x, others[0], target):
+        first, others[0] = others[0], first
+    found = [(tiles, splits) for tiles in (first, *others) for splits in _splits(x, tiles, target)]
     return _paged.configs(RaggedPageAttentionConfig, found)
 
 
 def _splits(x: Any, tiles: TileConfig, target: Target) -> list[int]:
     """So many that all programs are resident at once, as near as can be; and twice and half as many."""
-    programs = x.q.shape[0] * x.block_tables.shape[1] * x.value_norms_pages.shape[3]
-    resident = max(1, _resident_warps(x, tiles) // tiles.warps) * (target.core_count or DEFAULT_CORE_COUNT)
     most = max(1, min(MOST_SPLITS, x.block_tables.shape[2] * x.value_norms_pages.shape[2] // LEAST_KEYS))
-    likely = min(most, max(1, resident // programs))
+    likely = min(most, max(1, _resident(x, tiles, target) // _units(x)))
     return list(dict.fromkeys((likely, min(most, 2 * likely), max(1, likely // 2))))
 
 
-def _resident_warps(x: Any, tiles: TileConfig) -> int:
-    """Warps that are resident on a multiprocessor at once; those of the smallest tiles need half the registers."""
-    smallest = tiles.rows == LEAST_ROWS and tiles.keys == SMALLEST_TILE and not (_is_single(x) or _is_wide(x))
-    return 16 if smallest else 8
+def _fills(x: Any, tiles: TileConfig, target: Target) -> bool:
+    """Whether nearly as many programs are resident as can be, with the likeliest number of splits."""
+    return 4 * _splits(x, tiles, target)[0] * _units(x) >= 3 * _resident(x, tiles, target)
+
+
+def _units(x: Any) -> int:
+    """Programs without splits: one for each sequence and head of the cache."""
+    return x.q.shape[0] * x.block_tables.shape[1] * x.value_norms_pages.shape[3]
+
+
+def _resident(x: Any, tiles: TileConfig, target: Target) -> int:
+    """Programs that are resident at once."""
+    warps = RESIDENT_WARPS_OF_SMALLEST if _is_smallest(x, tiles) else RESIDENT_WARPS
+    return max(1, warps // tiles.warps) * (target.core_count or DEFAULT_CORE_COUNT)
+
+
+def _is_smallest(x: Any, tiles: TileConfig) -> bool:
+    """Whether a tile needs half the registers of others."""
+    return tiles.rows == LEAST_ROWS and tiles.keys == SMALLEST_TILE and not (_is_single(x) or _is_wide(x))
 
 
 def excess(x: Any, config: RaggedPageAttentionConfig) -> str | None:
