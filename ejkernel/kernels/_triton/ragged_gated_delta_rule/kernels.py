@@ -10,6 +10,7 @@ and chunks are those of gated_delta_rule. Each launch leaves the sequences of th
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import triton
 import triton.language as tl
 from jax import Array
@@ -17,13 +18,14 @@ from jax import Array
 from ejkernel.kernels._ragged_gated_delta_rule import Sequences, as_one_step
 from ejkernel.kernels._triton._in_place import launch_in_place
 from ejkernel.kernels._triton._recurrence import tiles
-from ejkernel.kernels._triton._recurrence.problem import places_of
+from ejkernel.kernels._triton._recurrence.problem import Problem, places_of
 from ejkernel.kernels._triton.gated_delta_rule import chunks
 from ejkernel.kernels._triton.gated_delta_rule.forward import last_state
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec
 from ejkernel.primitives.gated_delta_rule import Operands as Dense
 from ejkernel.primitives.ragged_gated_delta_rule import Operands, Outputs
 from ejkernel.types.recurrence import RecurrenceConfig
+from ejkernel.xla_utils.search import entries_before
 
 FEW_TOKENS = 8
 """Of a sequence that is computed token by token. So are all of a step that has no more tokens than sequences: two
@@ -38,48 +40,74 @@ def ragged_gated_delta_rule(*operands: Array | None, spec: GatedDeltaRuleSpec, c
 
 
 def _step(x: Operands, at: Sequences, spec: GatedDeltaRuleSpec, config: RecurrenceConfig) -> tuple[Array, Array]:
-    (tokens, sequences), lengths = (x.q.shape[0], at.first.shape[0]), at.after - at.first
-    is_few = (lengths <= FEW_TOKENS) | (tokens <= sequences)
-    spans = jnp.stack([at.first, jnp.where(is_few, at.first, at.after)], -1)[None]
-    packed = Dense(*(None if a is None else a[None] for a in (x.q, x.k, x.v, x.beta, x.g)), spans=spans)
-    p, slots = chunks.problem(packed, spec, config), x.states.shape[0]
-    slot = at.slot.astype(jnp.int32)
+    tokens, sequences = x.q.shape[0], at.first.shape[0]
+    at = Sequences(*(a.astype(np.int32) for a in at))
+    is_long = (at.after - at.first > FEW_TOKENS) & (tokens > sequences)
+    o, states = _token_by_token(x, at._replace(after=jnp.where(is_long, at.first, at.after)), spec, config)
+    most = min(sequences, tokens // (FEW_TOKENS + 1))
+    if tokens <= sequences or not most:
+        return o, states
+    # Numbers of the long sequences, of which there are no more than tokens allow; past them that of none.
+    number = entries_before(jnp.cumsum(is_long, dtype=np.int32), jnp.arange(1, most + 1, dtype=np.int32))
+    of_none = Sequences(0, 0, states.shape[0])
+    long = Sequences(*(a.at[number].get(mode="fill", fill_value=none) for a, none in zip(at, of_none, strict=True)))
+    return _by_chunks(x._replace(states=states), o, long, spec, config)
 
+
+def _problem(x: Operands, at: Sequences, spec: GatedDeltaRuleSpec, config: RecurrenceConfig) -> tuple[Dense, Problem]:
+    """The sequences as operands of gated_delta_rule, and its `Problem`."""
+    spans = jnp.stack([at.first, at.after], -1)[None]
+    packed = Dense(*(None if a is None else a[None] for a in (x.q, x.k, x.v, x.beta, x.g)), spans=spans)
+    return packed, chunks.problem(packed, spec, config)
+
+
+def _token_by_token(
+    x: Operands, at: Sequences, spec: GatedDeltaRuleSpec, config: RecurrenceConfig
+) -> tuple[Array, Array]:
+    """o, 0 for tokens of no sequence, and the pool."""
+    _, p = _problem(x, at, spec, config)
     columns = min(64 if x.states.dtype.itemsize == 4 else 32, p.V_PAD)
     found = launch_in_place(
-        tokens_kernel, x.q, x.k, x.v, x.beta, x.g, at.first, jnp.where(is_few, lengths, 0), slot,
+        tokens_kernel, x.q, x.k, x.v, x.beta, x.g, *at,
         placed=dict(states=x.states),
         new=dict(o=jax.ShapeDtypeStruct(x.v.shape, x.q.dtype)),
         zeroed=("o",),
         grid=p.N * p.H * triton.cdiv(p.V, columns),
         config=RecurrenceConfig(num_warps=max(1, p.D_PAD * columns // (32 * NUMBERS_PER_THREAD)), num_stages=1),
-        p=p, SLOTS=slots, COLUMNS=columns, NORMALISED=spec.use_qk_l2norm,
+        p=p, SLOTS=x.states.shape[0], COLUMNS=columns, NORMALISED=spec.use_qk_l2norm,
     )  # fmt: skip
-    if tokens <= sequences:
-        return found["o"], found["states"]
+    return found["o"], found["states"]
+
+
+def _by_chunks(
+    x: Operands, o: Array, at: Sequences, spec: GatedDeltaRuleSpec, config: RecurrenceConfig
+) -> tuple[Array, Array]:
+    """o and the pool, in the place of those that were given."""
+    packed, p = _problem(x, at, spec, config)
     places = places_of(packed, p)
     of = chunks.chunks_of(packed, spec, places, p, config, for_gradients=False)
     columns = min(config.block_v, p.V_PAD)
     found = launch_in_place(
         chunks_kernel, x.q, of.q_since, of.x_to_o, x.k, x.v, x.beta, of.k_since, of.total, of.x_to_state,
-        *places[:3], slot,
-        placed=dict(o=found["o"], states=found["states"]),
+        *places[:3], at.slot,
+        placed=dict(o=o, states=x.states),
         new={},
         grid=p.N * p.H * triton.cdiv(p.V, columns),
         config=config,
-        p=p, SLOTS=slots, COLUMNS=columns,
+        p=p, SLOTS=x.states.shape[0], COLUMNS=columns,
     )  # fmt: skip
     return found["o"], found["states"]
 
 
 @triton.jit
 def tokens_kernel(
-    q, k, v, beta, g, first, length, slot,
+    q, k, v, beta, g, first, after, slot,
     states, o,
     p: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip
     column, head, n = block_of_program(COLUMNS, p)
-    begin, tokens = tl.load(first + n), tl.load(length + n)
+    begin = tl.load(first + n)
+    tokens = tl.load(after + n) - begin
     if tokens > 0:
         address, exists = place_in_pool(states, slot, n, head, column, SLOTS, COLUMNS, p)
         state = tl.load(address, mask=exists, other=0.0).to(tl.float32)
