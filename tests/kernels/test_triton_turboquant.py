@@ -136,6 +136,11 @@ def test_prefills(dtype, options, dequantised):
     assert dequantised == [6 * 5]
 
 
+def test_prefills_of_features_that_several_programs_share(dequantised):
+    check(step(h=2, g=1, d=136, rows=72, **PREFILLS, dtype="float16")[0], 2e-3)
+    assert dequantised
+
+
 @pytest.mark.parametrize("window", (None, 9))
 def test_prefills_that_do_not_fit_together(window, dequantised, monkeypatch):
     """As many sequences as fit, then the next ones; with a window the pages before it take no space."""

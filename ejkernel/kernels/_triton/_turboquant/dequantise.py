@@ -26,8 +26,8 @@ from .problem import Format, widths
 from .slots import load_norms, load_tile
 
 FLOAT16_MAX = tl.constexpr(65504.0)
-# Features that a program computes.
-MOST_COLUMNS = 128
+# Numbers of a part of Π that a program multiplies by: of more it spills registers.
+MOST_OF_PART = 4096
 
 
 class Places(NamedTuple):
@@ -58,7 +58,7 @@ def dequantised(
     the pages of no sequence, is undefined.
     """
     (batch, pages), sizes = at.sequence.shape, widths(format)
-    columns = min(4 * sizes["WORDS"], MOST_COLUMNS)
+    columns = min(4 * sizes["WORDS"], MOST_OF_PART // sizes["WORDS"])
     by = jax.vmap(lambda by: _products(by, format, **sizes))(matrices)
     return _launch.launch(
         dequantise_kernel, *pools, codebooks, *by, x.context_lens, x.block_tables, *at,
