@@ -3,6 +3,8 @@
 At sm_90 no kernel gives up running matrix products asynchronously.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -73,6 +75,16 @@ def test_compiles(target, kernel, monkeypatch):
     configs = space(kernel, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x), SPEC, KINDS[target])
     listed = configs[:1] if (target, kernel) in ALWAYS else configs
     assert not (trouble := troubles(target, kernel, x, listed, monkeypatch)), "\n".join(trouble)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ("gated_delta_rule", "gated_delta_rule_bwd"))
+@pytest.mark.parametrize("target", [target for target in KINDS if target.startswith("sm")])
+def test_choice_for_more_programs_than_multiprocessors(target, kernel, monkeypatch):
+    x = operands()
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
+    configs = space(kernel, shapes, SPEC, replace(KINDS[target], core_count=1))
+    assert not (trouble := troubles(target, kernel, x, configs[:1], monkeypatch)), "\n".join(trouble)
 
 
 @pytest.mark.slow
