@@ -22,9 +22,9 @@ FEW = {
     "gated_delta_rule_bwd": ((64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
     "gated_delta_rule_jvp": TANGENT,
 }
-# Where a warp multiplies from registers a state of 64 columns spills them.
-MULTIPLIES_FROM_MEMORY = (90, 100, 103, 110)
-BACKWARD_FROM_REGISTERS = ((64, 32, 4, 1), (64, 32, 4, 2))
+# With mma.sync, whose operands are registers, 64 columns spill; wgmma and tcgen05 read them from shared memory.
+WITHOUT_MMA_SYNC = (90, 100, 103, 110)
+BACKWARD_BY_MMA_SYNC = ((64, 32, 4, 1), (64, 32, 4, 2))
 WIDE = ((64, 32, 8, 1), (32, 32, 8, 1))  # for more than 128 features
 # For float32, and for float16, where a product is computed as three of TF32; and where no other fits.
 SMALL = ((16, 32, 8, 1), (16, 16, 8, 1))
@@ -38,18 +38,20 @@ def space(operation: str, operands: Operands, spec: GatedDeltaRuleSpec, target: 
         return fit(SMALL)
     batch, _, heads, features = operands.v.shape
     programs = batch * heads * -(-features // 64)
-    listed = (MANY if programs > (target.core_count or 0) else FEW)[operation]
+    are_many = programs > (target.core_count or 0)
+    listed = (MANY if are_many else FEW)[operation]
     if padded(operands.q.shape[3]) > 128:
         listed = WIDE if target.compute_capability == 90 else WIDE[1:]
-    elif operation == "gated_delta_rule_bwd" and _multiplies_from_registers(target):
-        listed = BACKWARD_FROM_REGISTERS if programs > (target.core_count or 0) else BACKWARD_FROM_REGISTERS[::-1]
+    elif operation == "gated_delta_rule_bwd" and _has_mma_sync(target):
+        listed = BACKWARD_BY_MMA_SYNC if are_many else BACKWARD_BY_MMA_SYNC[::-1]
     elif operation == "gated_delta_rule_jvp" and target.compute_capability != 90:
         listed = SMALL  # with more, registers spill where they hold the operands of products
     return fit(listed) or fit(SMALL)
 
 
-def _multiplies_from_registers(target: Target) -> bool:
-    return target.platform == "cuda" and target.compute_capability not in MULTIPLIES_FROM_MEMORY
+def _has_mma_sync(target: Target) -> bool:
+    """Whether products are by mma.sync there."""
+    return target.platform == "cuda" and target.compute_capability not in WITHOUT_MMA_SYNC
 
 
 def least_memory(operation: str, operands: Operands) -> int:
