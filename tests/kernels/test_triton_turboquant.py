@@ -128,9 +128,7 @@ def in_python(condition, step, state):
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-@pytest.mark.parametrize(
-    "options", (dict(), dict(window=9), dict(softcap=2.0, softmax_scale=-0.3)), ids=str
-)  # fmt: skip
+@pytest.mark.parametrize("options", (dict(), dict(window=9), dict(softcap=2.0, softmax_scale=-0.3)), ids=str)
 def test_prefills(dtype, options, dequantised):
     check(step(**PREFILLS, dtype=dtype, sinks=(6, 2))[0], 2e-3, **options)
     assert dequantised == [6 * 5]

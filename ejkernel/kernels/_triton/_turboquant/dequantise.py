@@ -30,7 +30,7 @@ FLOAT16_MAX = tl.constexpr(65504.0)
 MOST_OF_PART = 4096
 
 
-class Places(NamedTuple):
+class Owners(NamedTuple):
     """Whose keys the pages of a smaller cache have [b,c] int32: the sequence, N for none, and the first position."""
 
     sequence: Array
@@ -51,17 +51,17 @@ class _Products(NamedTuple):
 
 
 def dequantised(
-    at: Places, page: int, *, x: Any, pools: Quantised, codebooks: Array, matrices: Matrices, problem: Problem,
+    of: Owners, page: int, *, x: Any, pools: Quantised, codebooks: Array, matrices: Matrices, problem: Problem,
     format: Format,
 ) -> Array:  # fmt: skip
-    """Pages [b,c,page,g,2,d] in the dtype of q with the keys of `at`; what stands in the slots behind a context, and in
+    """Pages [b,c,page,g,2,d] in the dtype of q with the keys of `of`; what stands in the slots behind a context, and in
     the pages of no sequence, is undefined.
     """
-    (batch, pages), sizes = at.sequence.shape, widths(format)
+    (batch, pages), sizes = of.sequence.shape, widths(format)
     columns = min(4 * sizes["WORDS"], MOST_OF_PART // sizes["WORDS"])
     by = jax.vmap(lambda by: _products(by, format, **sizes))(matrices)
     return _launch.launch(
-        dequantise_kernel, *pools, codebooks, *by, x.context_lens, x.block_tables, *at,
+        dequantise_kernel, *pools, codebooks, *by, x.context_lens, x.block_tables, *of,
         out_type=jax.ShapeDtypeStruct((batch, pages, page, problem.G, 2, problem.D), x.q.dtype),
         grid=batch * pages * problem.G * (4 * sizes["WORDS"] // columns),
         config=KernelConfig(num_warps=4, num_stages=1),

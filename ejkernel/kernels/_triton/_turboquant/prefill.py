@@ -16,12 +16,13 @@ import numpy as np
 from jax import Array, lax
 
 from ejkernel.kernels._dispatch import select
+from ejkernel.kernels._places import places
 from ejkernel.kernels._target import gpu_target
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention import Operands as OverPages
 from ejkernel.xla_utils.search import entries_until
 
-from .dequantise import Places
+from .dequantise import Owners
 
 # Slots of a page of the smaller cache: those that a program dequantises, and at least what a product has rows.
 MOST_SLOTS, LEAST_SLOTS = 64, 16
@@ -35,14 +36,14 @@ class _Group(NamedTuple):
     """Sequences first ≤ n < stop of a batch index, whose keys are in the smaller cache together.
 
     Attributes:
-        at: whose keys each page has.
+        owners: whose keys each page has.
         block_tables: [n,j], the pages of a sequence.
         context_lens: [n], 0 for all other sequences.
         is_in: [n] bool.
         stop: the first sequence of the next group.
     """
 
-    at: Places
+    owners: Owners
     block_tables: Array
     context_lens: Array
     is_in: Array
@@ -89,10 +90,10 @@ def _alone(x: Any, lengths: Array, most: int) -> tuple[Any, Array]:
     return x._replace(q=q, query_start_loc=cuts.astype(np.int32)), token
 
 
-def prefill(x: Any, lengths: Array, spec: CacheSpec, dequantise: Callable[[Places, int], Array]) -> Results:
+def prefill(x: Any, lengths: Array, spec: CacheSpec, dequantise: Callable[[Owners, int], Array]) -> Results:
     """o and lse of the tokens of sequences with so many [b,n]; 0 and −∞ for tokens of no sequence, anything for others.
 
-    `dequantise(places, slots)` makes a cache with pages of so many slots.
+    `dequantise(owners, slots)` makes a cache with pages of so many slots.
     """
     (_, N, columns), page = x.block_tables.shape, slots_of_page(x)
     columns = columns * x.value_norms_pages.shape[2] // page
@@ -102,7 +103,7 @@ def prefill(x: Any, lengths: Array, spec: CacheSpec, dequantise: Callable[[Place
     def of_group(first: Array) -> tuple[Results, _Group]:
         group = group_at(first, lengths, x.context_lens)
         over = OverPages(
-            x.q, dequantise(group.at, page), group.context_lens, group.block_tables, x.query_start_loc, x.num_seqs,
+            x.q, dequantise(group.owners, page), group.context_lens, group.block_tables, x.query_start_loc, x.num_seqs,
             sinks=x.sinks,
         )  # fmt: skip
         attention = select("ragged_page_attention", spec, over, gpu_target()).implementation
@@ -115,10 +116,12 @@ def prefill(x: Any, lengths: Array, spec: CacheSpec, dequantise: Callable[[Place
     def is_left(state: tuple[Array, Results]) -> Array:
         return jnp.any(state[0] < jnp.max(jnp.where(lengths > 0, jnp.arange(1, N + 1), 0), 1))
 
+    at = jax.vmap(partial(places, x.q.shape[1]))(x.context_lens, x.query_start_loc, x.num_seqs)
+
     def next_group(state: tuple[Array, Results]) -> tuple[Array, Results]:
         first, results = state
         found, group = of_group(first)
-        is_new = jax.vmap(partial(_of_tokens, tokens=x.q.shape[1]))(group.is_in, x.query_start_loc, x.num_seqs)
+        is_new = jnp.take_along_axis(group.is_in, at.sequence, 1) & at.valid
         take = lambda new, old: jnp.where(is_new.reshape(*is_new.shape, *(1,) * (new.ndim - 2)), new, old)
         return group.stop, jax.tree.map(take, found, results)
 
@@ -144,12 +147,4 @@ def _group(
     position = (number - of_owner(begin) + of_owner(before)) * page
     tables = (begin - before)[:, None] + jnp.arange(columns, dtype=np.int32)
     stop = first + jnp.sum(is_in, dtype=np.int32)
-    return _Group(Places(owner, position), tables.clip(0, pages - 1), jnp.where(is_in, contexts, 0), is_in, stop)
-
-
-def _of_tokens(of_sequence: Array, starts: Array, num_seqs: Array, *, tokens: int) -> Array:
-    """What holds for the sequence of each token; False for tokens of none."""
-    count, token = jnp.clip(num_seqs[0], 0, len(of_sequence)), jnp.arange(tokens)
-    ends = jnp.where(jnp.arange(len(of_sequence)) < count, starts[1:], tokens)
-    sequence = jnp.where(token < starts[0], len(ends), entries_until(ends, token))
-    return of_sequence.at[jnp.where(sequence < count, sequence, len(ends))].get(mode="fill", fill_value=False)
+    return _Group(Owners(owner, position), tables.clip(0, pages - 1), jnp.where(is_in, contexts, 0), is_in, stop)
