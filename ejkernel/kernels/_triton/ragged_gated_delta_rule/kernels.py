@@ -31,7 +31,7 @@ FEW_TOKENS = 8
 """Of a sequence that is computed token by token. So are all of a step that has no more tokens than sequences: two
 launches, which would most often find nothing, took 16 µs beside 83 for 64 decodes on an H200."""
 NUMBERS_PER_THREAD = 128
-"""Of a state, in a program for few tokens: as many as registers hold. With 16 numbers 64 decodes took 96 µs, not 75."""
+"""Of a state, in a program for few tokens: as many as registers hold. With 16 numbers 64 decodes took 88 µs, not 75."""
 
 
 def ragged_gated_delta_rule(*operands: Array | None, spec: GatedDeltaRuleSpec, config: RecurrenceConfig) -> Outputs:
