@@ -221,6 +221,18 @@ def queued(function: Callable[..., Any], *arguments: Any) -> Batch:
     return batch
 
 
+def carrying(function: Callable[..., Any], state: Any, *arguments: Any) -> Batch:
+    """Batches of calls of a jitted function of a state and arguments; the last result is the state of the next call."""
+    states = [state]
+
+    def batch(calls: int) -> None:
+        for _ in range(calls):
+            states.append(function(states.pop(), *arguments)[-1])
+        jax.block_until_ready(states)
+
+    return batch
+
+
 # --- Output
 
 

@@ -52,7 +52,7 @@ def inputs(shape: RecurrenceShape, mode: str, dtype: Any) -> Inputs:
     if mode == "step":
         state = (shape.batch, shape.heads, shape.key_dim, shape.value_dim)
         arrays["initial_state"] = normal(keys[0], state, jnp.float32)
-    return Inputs(tuple(arrays.values()), normal(keys[1], shape.sizes["v"], dtype))
+    return Inputs(tuple(arrays.values()), normal(keys[1], shape.sizes["v"], dtype), carried=mode == "step")
 
 
 def decays(shape: RecurrenceShape) -> Array | None:

@@ -78,8 +78,14 @@ def test_two_thousand_tokens_in_splits(case):
     compare(replace(case, D=64, V=64), 2048, jnp.bfloat16)
 
 
+@pytest.mark.parametrize("length", (1, 3, 8))
+@pytest.mark.parametrize("case", [case for case in CASES if not case.ends], ids=lambda case: case.name)
+def test_steps(case, length):
+    compare(case, length, jnp.bfloat16)
+
+
 @pytest.mark.parametrize("length", (1, 3))
-def test_single_tokens(length):
+def test_sizes_of_steps(length):
     compare(Case("steps", dict(gk=1.0, g=1.0, g_gamma=1.0), D=128, V=128), length, jnp.bfloat16)
 
 

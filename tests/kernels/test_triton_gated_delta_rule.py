@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.types.recurrence import RecurrenceConfig
-from tests.gpu.gated_delta_cases import CASES, check_all
+from tests.gpu.gated_delta_cases import CASES, check, check_all, formula, like
 
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
@@ -36,3 +36,14 @@ def test_in_the_interpreter(case, chunk):
         *case.make(40, jnp.float32),
         jnp.float32,
     )
+
+
+@pytest.mark.parametrize("length", (1, 3))
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES if not c.ends])
+def test_steps_in_the_interpreter(case, length):
+    """The forward token by token, with blocks of columns that the values do not fill."""
+    x, spec = case.make(length, jnp.float32)
+    config = RecurrenceConfig(block_v=32, algorithm="steps")
+    outputs = gated_delta_rule(*x, spec=spec, config=config)
+    exact, rounded = (formula(x, spec, like(outputs), dtype)[0] for dtype in (jnp.float64, None))
+    check((outputs, {}), (exact, {}), (rounded, {}), jnp.float32)

@@ -27,12 +27,12 @@ ALWAYS = (("sm_90", "gated_delta_rule"), ("sm_90", "gated_delta_rule_bwd"), ("gf
 MOST_SPILLED = 512
 
 
-def operands(features: int = 128, dtype=jnp.bfloat16) -> Operands:
+def operands(features: int = 128, dtype=jnp.bfloat16, tokens: int = 256) -> Operands:
     """Of two heads with one of queries and keys, a state given."""
     array = lambda *shape, dtype=dtype: jnp.zeros((1, *shape), dtype)
-    q, v, beta = array(256, 1, features), array(256, 2, 128), array(256, 2)
+    q, v, beta = array(tokens, 1, features), array(tokens, 2, 128), array(tokens, 2)
     state = array(1, 2, features, 128, dtype=jnp.float32)
-    return Operands(q, q, v, beta, g=array(256, 2, dtype=jnp.float32), initial_state=state)
+    return Operands(q, q, v, beta, g=array(tokens, 2, dtype=jnp.float32), initial_state=state)
 
 
 def call(kernel: str, x: Operands, config):
@@ -97,3 +97,15 @@ def test_other_features_and_dtypes(features, dtype, kernel, monkeypatch):
         return
     configs = space(kernel, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x), SPEC, KINDS["sm_90"])
     assert not (trouble := troubles("sm_90", kernel, x, configs[:1], monkeypatch)), "\n".join(trouble)
+
+
+@pytest.mark.parametrize("features, dtype", [(256, jnp.bfloat16), (128, jnp.float32), (72, jnp.float16)])
+@pytest.mark.parametrize("target", KINDS)
+def test_steps(target, features, dtype, monkeypatch):
+    x = operands(features, dtype, tokens=2)
+    if reason := gated_delta_rule.supports(SPEC, x, KINDS["sm_90"]):
+        assert "features" in reason
+        return
+    configs = space("gated_delta_rule", x, SPEC, KINDS[target])
+    assert {config.algorithm for config in configs} == {"steps"}
+    assert not (trouble := troubles(target, "gated_delta_rule", x, configs, monkeypatch)), "\n".join(trouble)

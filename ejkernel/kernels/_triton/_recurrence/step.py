@@ -2,7 +2,8 @@
 
 h_t = diag(exp(gk_t)) · h_{t−1} · diag(exp(gv_t)) · exp(g_t + g_gamma) + k_t v_tᵀ,    o_t = (scale · q_t)ᵀ h_t
 
-A state space has dt_t · v_t in the place of v_t, and skip · v_t in o_t.
+A state space has dt_t · v_t in the place of v_t, and skip · v_t in o_t. A state is read once and written once, in its
+place: a step takes as long as its memory.
 """
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._in_place import launch_in_place
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types.recurrence import RecurrenceConfig
 
@@ -26,25 +27,22 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=RecurrenceConfig(), spac
     x = gamma_of_batch(x, x.q.shape[0])
     p = problem_of(x, spec, 16, of_space=space.dt is not None)
     block = min(config.block_v, p.V_PAD)
-    o, final = _launch.launch(
-        step_kernel,
-        *(x.q, x.k, x.v, x.g, x.gk, x.gv, x.g_gamma, x.initial_state, *space),
-        out_type=(
-            jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.v.dtype),
-            jax.ShapeDtypeStruct((p.B, 1, p.H, *p.state), jnp.float32),
-        ),
+    start = jnp.zeros((p.B, 1, p.H, *p.state), jnp.float32) if x.initial_state is None else x.initial_state
+    found = launch_in_place(
+        step_kernel, x.q, x.k, x.v, x.g, x.gk, x.gv, x.g_gamma, *space,
+        placed=dict(states=start),
+        new=dict(o=jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.v.dtype)),
         grid=p.B * p.H * triton.cdiv(p.V, block),
         config=config,
-        p=p,
-        BLOCK=block,
-    )
-    return Outputs(o, final)
+        p=p, BLOCK=block,
+    )  # fmt: skip
+    return Outputs(found["o"], found["states"])
 
 
 @triton.jit
 def step_kernel(
-    q, k, v, g, gk, gv, g_gamma, initial, dt, skip,
-    o, final,
+    q, k, v, g, gk, gv, g_gamma, dt, skip,
+    states, o,
     p: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (p.V + BLOCK - 1) // BLOCK
@@ -55,9 +53,7 @@ def step_kernel(
     exists = in_d[:, None] & in_e[None, :]
     of_state = tl.cast(batch * p.H + head, tl.int64) * (p.D * p.V)
     of_state += d[:, None] + e[None, :] * p.D if p.of_space else d[:, None] * p.V + e[None, :]
-    state = tl.full([p.D_PAD, BLOCK], 0.0, tl.float32)
-    if initial is not None:
-        state += tl.load(initial + of_state, mask=exists, other=0.0)
+    state = tl.load(states + of_state, mask=exists, other=0.0)
     for i in range(p.S):
         token = tl.cast(batch, tl.int64) * p.S + (p.S - 1 - i if p.reverse else i)
         row, q_row = token * p.H + head, token * p.HQ + head // p.per_query
@@ -79,4 +75,4 @@ def step_kernel(
         if skip is not None:
             o_token += tl.load(skip + batch * p.H + head).to(tl.float32) * v_token
         tl.store(o + row * p.V + e, o_token.to(o.dtype.element_ty), mask=in_e)
-    tl.store(final + of_state, state, mask=exists)
+    tl.store(states + of_state, state, mask=exists)

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton: chunks in the WY form (CUDA from sm_80 on, and ROCm).
+"""The gated delta rule in Triton: chunks in the WY form, and single tokens for decoding (CUDA from sm_80 on, and ROCm).
 
 Triton and jax-triton are imported only when a kernel is first needed.
 """
@@ -42,16 +42,17 @@ def _reason(operation: str, x: Operands, target: Target) -> str | None:
             return f"{name} has {a.shape[3]} features; Triton's kernels take {rule}"
     if 0 in x.v.shape:
         return "an empty batch or sequence"
-    if x.q.shape[1] == 1 and x.spans is None:
-        return "a single token: the kernels compute chunks of several"
-    from .configs import least_memory
+    from .configs import LONGEST, least_memory
+
+    if operation != "gated_delta_rule" and x.q.shape[1] <= LONGEST and x.spans is None:
+        return f"up to {LONGEST} tokens: the kernels of derivatives compute chunks of 16 or more"
 
     return _launch.memory_refusal(least_memory(operation, x), target)
 
 
 _kernels = _launch.trio(__name__, "gated_delta_rule", GatedDeltaRuleSpec, Operands, Outputs, RecurrenceConfig)
 
-gated_delta_rule = _kernels.forward("forward", supports)
+gated_delta_rule = _kernels.forward("forward", supports, ("steps",))
 gated_delta_rule_jvp = _kernels.tangent("tangent", supports_jvp)
 gated_delta_rule_bwd = _kernels.backward("backward", supports_bwd)
 

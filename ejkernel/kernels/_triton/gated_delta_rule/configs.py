@@ -1,13 +1,14 @@
 """The configs of the kernels of the gated delta rule: the heuristic choice, and the space that tuning searches.
 
 chunk_size is the tokens of a chunk; block_v the columns of a state that a program keeps, num_warps and num_stages those
-of the programs that go from chunk to chunk.
+of the programs that go from chunk to chunk, or in the algorithm "steps" from token to token.
 """
 
 import numpy as np
 
 from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.kernels._triton._recurrence.problem import padded
+from ejkernel.kernels._triton._recurrence.step import LONGEST
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands
 from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.recurrence import RecurrenceConfig
@@ -28,10 +29,16 @@ BACKWARD_BY_MMA_SYNC = ((64, 32, 4, 1), (64, 32, 4, 2))
 WIDE = ((64, 32, 8, 1), (32, 32, 8, 1))  # for more than 128 features
 # For float32, and for float16, where a product is computed as three of TF32; and where no other fits.
 SMALL = ((16, 32, 8, 1), (16, 16, 8, 1))
+STEP_BLOCKS = (32, 64, 16)
+NUMBERS_PER_THREAD = 128
+"""Of a state, from token to token: as many as registers hold. With 16, 64 decodes took 88 µs on an H200, not 75."""
 
 
 def space(operation: str, operands: Operands, spec: GatedDeltaRuleSpec, target: Target) -> list[RecurrenceConfig]:
     """The configs worth measuring for a call (arrays or shapes), the most promising first."""
+    if operation == "gated_delta_rule" and operands.q.shape[1] <= LONGEST and operands.spans is None:
+        features = operands.q.shape[3]
+        return [_config(64, block, warps_of_step(features, block), 1, "steps") for block in STEP_BLOCKS]
     limit = shared_memory_limit(target)
     fit = lambda listed: [c for c in (_config(*v) for v in listed) if shared_memory(operation, operands, c) <= limit]
     if operands.q.dtype != np.dtype("bfloat16"):
@@ -54,6 +61,11 @@ def _has_mma_sync(target: Target) -> bool:
     return target.platform == "cuda" and target.compute_capability not in WITHOUT_MMA_SYNC
 
 
+def warps_of_step(features: int, columns: int) -> int:
+    """The warps of a program that goes from token to token."""
+    return max(1, padded(features) * columns // (32 * NUMBERS_PER_THREAD))
+
+
 def least_memory(operation: str, operands: Operands) -> int:
     """Bytes of shared memory of the smallest config."""
     return shared_memory(operation, operands, _config(*SMALL[-1]))
@@ -66,6 +78,8 @@ def shared_memory(operation: str, operands: Operands, config: RecurrenceConfig) 
     stages, two tiles of rows and the state, and with them three tiles, one of columns, and one of pairs for each stage.
     """
     c, d, e = config.chunk_size, padded(operands.q.shape[3]), min(config.block_v, padded(operands.v.shape[3]))
+    if config.algorithm == "steps":
+        return 4 * (d + e) * config.num_warps
     size = 2 if operands.q.dtype == np.dtype("bfloat16") else 4
     staged = 2 * c * d if config.num_stages == 1 else (3 * c * d + c * e + c * c) * config.num_stages
     if operation == "gated_delta_rule_jvp":
@@ -73,7 +87,7 @@ def shared_memory(operation: str, operands: Operands, config: RecurrenceConfig) 
     return max(2 * c * d * size + 8 * c * c, (staged + d * e) * size)
 
 
-def _config(chunk_size, block_v, num_warps, num_stages) -> RecurrenceConfig:
+def _config(chunk_size, block_v, num_warps, num_stages, algorithm=None) -> RecurrenceConfig:
     return RecurrenceConfig(
         chunk_size=chunk_size,
         block_v=block_v,
@@ -81,4 +95,5 @@ def _config(chunk_size, block_v, num_warps, num_stages) -> RecurrenceConfig:
         num_stages=num_stages,
         platform=Platform.TRITON,
         backend=Backend.GPU,
+        algorithm=algorithm,
     )

@@ -16,13 +16,15 @@ from ejkernel.kernels._triton._recurrence.problem import Places, Problem, places
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands, Outputs
 from ejkernel.types.recurrence import RecurrenceConfig
 
-from . import chunks
+from . import chunks, step
 from .chunks import Chunks
 
 
 def gated_delta_rule(*operands, spec=GatedDeltaRuleSpec(), config=RecurrenceConfig()) -> Outputs:
     """o and the final state."""
     x = Operands(*operands)
+    if config.algorithm == "steps":
+        return step.gated_delta_rule(x, spec, config)
     p = chunks.problem(x, spec, config)
     places = places_of(x, p)
     of = chunks.chunks_of(x, spec, places, p, config, for_gradients=False)

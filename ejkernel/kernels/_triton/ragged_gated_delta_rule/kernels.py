@@ -1,11 +1,8 @@
 """The kernels of ragged_gated_delta_rule: one for sequences of few tokens, and two for chunks of the others.
 
-A program has a block of columns of a head's state of one sequence, which it reads from the pool and writes back. For
-each of few tokens
-
-    u = β (v − exp(g) hᵀ k),    h' = exp(g) h + k uᵀ,    o = scale (exp(g) hᵀ q + (k·q) u)
-
-and chunks are those of gated_delta_rule. Each launch leaves the sequences of the others alone, in the pool and in o.
+A program has a block of columns of a head's state of one sequence, which it reads from the pool and writes back. Few
+tokens are the steps of gated_delta_rule, and chunks those of its forward. Each launch leaves the sequences of the
+others alone, in the pool and in o.
 """
 
 import jax
@@ -19,19 +16,15 @@ from ejkernel.kernels._ragged_gated_delta_rule import Sequences, as_one_step
 from ejkernel.kernels._triton._in_place import launch_in_place
 from ejkernel.kernels._triton._recurrence import tiles
 from ejkernel.kernels._triton._recurrence.problem import Problem, places_of
-from ejkernel.kernels._triton.gated_delta_rule import chunks
+from ejkernel.kernels._triton._recurrence.step import LONGEST
+from ejkernel.kernels._triton.gated_delta_rule import chunks, step
+from ejkernel.kernels._triton.gated_delta_rule.configs import warps_of_step
 from ejkernel.kernels._triton.gated_delta_rule.forward import last_state
 from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec
 from ejkernel.primitives.gated_delta_rule import Operands as Dense
 from ejkernel.primitives.ragged_gated_delta_rule import Operands, Outputs
 from ejkernel.types.recurrence import RecurrenceConfig
 from ejkernel.xla_utils.search import entries_before
-
-FEW_TOKENS = 8
-"""Of a sequence that is computed token by token. So are all of a step that has no more tokens than sequences: two
-launches, which would most often find nothing, took 16 µs beside 83 for 64 decodes on an H200."""
-NUMBERS_PER_THREAD = 128
-"""Of a state, in a program for few tokens: as many as registers hold. With 16 numbers 64 decodes took 88 µs, not 75."""
 
 
 def ragged_gated_delta_rule(*operands: Array | None, spec: GatedDeltaRuleSpec, config: RecurrenceConfig) -> Outputs:
@@ -41,10 +34,12 @@ def ragged_gated_delta_rule(*operands: Array | None, spec: GatedDeltaRuleSpec, c
 
 def _step(x: Operands, at: Sequences, spec: GatedDeltaRuleSpec, config: RecurrenceConfig) -> tuple[Array, Array]:
     tokens, sequences = x.q.shape[0], at.first.shape[0]
+    # With no more tokens than sequences all are computed token by token: the two other launches, which would most often
+    # find nothing, took 16 µs beside 83 for 64 decodes on an H200.
     at = Sequences(*(a.astype(np.int32) for a in at))
-    is_long = (at.after - at.first > FEW_TOKENS) & (tokens > sequences)
+    is_long = (at.after - at.first > LONGEST) & (tokens > sequences)
     o, states = _token_by_token(x, at._replace(after=jnp.where(is_long, at.first, at.after)), spec, config)
-    most = min(sequences, tokens // (FEW_TOKENS + 1))
+    most = min(sequences, tokens // (LONGEST + 1))
     if tokens <= sequences or not most:
         return o, states
     # Numbers of the long sequences, of which there are no more than tokens allow; past them that of none.
@@ -73,7 +68,7 @@ def _token_by_token(
         new=dict(o=jax.ShapeDtypeStruct(x.v.shape, x.q.dtype)),
         zeroed=("o",),
         grid=p.N * p.H * triton.cdiv(p.V, columns),
-        config=RecurrenceConfig(num_warps=max(1, p.D_PAD * columns // (32 * NUMBERS_PER_THREAD)), num_stages=1),
+        config=RecurrenceConfig(num_warps=warps_of_step(p.D, columns), num_stages=1),
         p=p, SLOTS=x.states.shape[0], COLUMNS=columns, NORMALISED=spec.use_qk_l2norm,
     )  # fmt: skip
     return found["o"], found["states"]
@@ -105,35 +100,18 @@ def tokens_kernel(
     states, o,
     p: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip
-    column, head, n = block_of_program(COLUMNS, p)
+    column, number = step.block_of_program(COLUMNS, p)
+    n, head = number // p.H, number % p.H
     begin = tl.load(first + n)
     tokens = tl.load(after + n) - begin
     if tokens > 0:
         address, exists = place_in_pool(states, slot, n, head, column, SLOTS, COLUMNS, p)
         state = tl.load(address, mask=exists, other=0.0).to(tl.float32)
         token = tl.cast(begin, tl.int64)
-        state = after_token(state, q, k, v, beta, g, o, token, head, column, COLUMNS, NORMALISED, p)
+        state = step.after_token(state, q, k, v, beta, g, o, token, head, column, COLUMNS, NORMALISED, p)
         for i in range(1, tokens):
-            state = after_token(state, q, k, v, beta, g, o, token + i, head, column, COLUMNS, NORMALISED, p)
+            state = step.after_token(state, q, k, v, beta, g, o, token + i, head, column, COLUMNS, NORMALISED, p)
         tl.store(address, state.to(states.dtype.element_ty), mask=exists)
-
-
-@triton.jit
-def after_token(
-    state, q, k, v, beta, g, o, token, head, column, COLUMNS: tl.constexpr, NORMALISED: tl.constexpr, p: tl.constexpr
-):  # fmt: skip
-    """The state after a token, whose o is stored."""
-    k_row = row_of_token(k, token, head // p.per_key, p.HK, NORMALISED, p)
-    q_row = row_of_token(q, token, head // p.per_query, p.HQ, NORMALISED, p) * p.scale
-    if g is not None:
-        state *= chunks.exp(tiles.finite(tl.load(g + token * p.H + head).to(tl.float32)), p)
-    e = column + tl.arange(0, COLUMNS)
-    of_token = (token * p.H + head) * p.V + e
-    v_row = tl.load(v + of_token, mask=e < p.V, other=0.0).to(tl.float32)
-    retrieved, read = tl.sum(k_row[:, None] * state, 0), tl.sum(q_row[:, None] * state, 0)
-    u = tl.load(beta + token * p.H + head).to(tl.float32) * (v_row - retrieved)
-    tl.store(o + of_token, (read + tl.sum(q_row * k_row, 0) * u).to(o.dtype.element_ty), mask=e < p.V)
-    return state + k_row[:, None] * u[None, :]
 
 
 @triton.jit
@@ -142,7 +120,8 @@ def chunks_kernel(
     o, states,
     p: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    column, head, n = block_of_program(COLUMNS, p)
+    column, number = step.block_of_program(COLUMNS, p)
+    n, head = number // p.H, number % p.H
     token, tokens, first_chunk = tiles.sequence_at(0, n, first, length, chunk, p)
     if tokens > 0:
         address, exists = place_in_pool(states, slot, n, head, column, SLOTS, COLUMNS, p)
@@ -155,26 +134,8 @@ def chunks_kernel(
 
 
 @triton.jit
-def block_of_program(COLUMNS: tl.constexpr, p: tl.constexpr):
-    """First column, head and sequence of a program."""
-    blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
-    column, of_head = tl.program_id(0) % blocks * COLUMNS, tl.program_id(0) // blocks
-    return column, of_head % p.H, of_head // p.H
-
-
-@triton.jit
 def place_in_pool(states, slot, n, head, column, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, p: tl.constexpr):
     """Pointers to a block of the state of sequence n, and which elements exist: none of a slot past the end."""
     at = tl.load(slot + n)
     address, exists = tiles.state_pointers(states, tl.cast(at, tl.int64) * p.H + head, 0, p.D_PAD, column, COLUMNS, p)
     return address, exists & (at < SLOTS)
-
-
-@triton.jit
-def row_of_token(x, token, head, HEADS: tl.constexpr, NORMALISED: tl.constexpr, p: tl.constexpr):
-    """The row [D] of a token in an array [t,heads,D] in float32, divided by its norm if it is normalised."""
-    d = tl.arange(0, p.D_PAD)
-    row = tl.load(x + (token * HEADS + head) * p.D + d, mask=d < p.D, other=0.0).to(tl.float32)
-    if NORMALISED:
-        row *= tl.rsqrt(tl.sum(row * row, 0) + chunks.NORM_EPSILON)
-    return row
