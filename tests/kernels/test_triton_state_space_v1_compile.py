@@ -26,21 +26,17 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("numbers", (16, pytest.param(32, marks=pytest.mark.slow), 128))
-@pytest.mark.parametrize("operation", KERNELS)
+@pytest.mark.parametrize("operation, tokens", [*((operation, 250) for operation in KERNELS), ("state_space_v1", 1)])
 @pytest.mark.parametrize(
     "target", ("sm_90", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm_80", "sm_100", "sm_120", "gfx942")))
 )
-def test_every_config(target, operation, numbers, monkeypatch):
+def test_every_config(target, operation, tokens, numbers, monkeypatch):
     array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, *shape), dtype)
     wide = lambda *shape: array(*shape, dtype=jnp.float32)
-    of_state, A, D = array(512, numbers), wide(640, numbers), wide(640)
-    x = Operands(array(512, 640), A, of_state, of_state, wide(512, 640), D, wide(1, 640, numbers))
+    of_state, A, D = array(tokens, numbers), wide(640, numbers), wide(640)
+    x = Operands(array(tokens, 640), A, of_state, of_state, wide(tokens, 640), D, wide(1, 640, numbers))
     with lowering_for(KINDS[target]):
-        supports = state_space_v1.supports if operation == "state_space_v1" else state_space_v1.supports_derivatives
-        if operation != "state_space_v1" and numbers > 32:
-            assert "up to 32" in supports(StateSpaceSpec(), x, KINDS["sm_90"])
-            return
-        assert supports(StateSpaceSpec(), x, gpu_target()) is None or target == "gfx942"
+        assert state_space_v1.supports(StateSpaceSpec(), x, gpu_target()) is None or target == "gfx942"
         for config in configs.space(operation, x, StateSpaceSpec(), gpu_target()):
             call = lambda config=config: jax.eval_shape(lambda x: KERNELS[operation](x, config), x)
             for launch in compiler.launches(monkeypatch, _launch, call):

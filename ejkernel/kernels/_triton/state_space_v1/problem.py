@@ -7,9 +7,12 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._recurrence.problem import padded
 from ejkernel.primitives.state_space_v1 import Operands
 from ejkernel.types.recurrence import RecurrenceConfig
+
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Problem:
         A_ALL, D_ALL, SPANS_ALL: whether A, D and the spans are those of all of the batch.
         C: tokens of a chunk.
         CHANNELS: of a program.
+        ptx: whether kernels may have instructions of PTX.
     """
 
     B: int
@@ -36,6 +40,7 @@ class Problem:
     SPANS_ALL: bool
     C: int
     CHANNELS: int
+    ptx: bool
 
     @property
     def NUMBERS(self) -> int:
@@ -52,6 +57,10 @@ class Problem:
         """The programs of a sequence."""
         return triton.cdiv(self.H, self.CHANNELS)
 
+    def at_once(self, most: int) -> int:
+        """The tokens whose rows are loaded before the first of them is used, up to `most`."""
+        return min(most, triton.next_power_of_2(self.S))
+
 
 def problem_of(x: Operands, config: RecurrenceConfig) -> Problem:
     """The `Problem` of a call."""
@@ -60,7 +69,7 @@ def problem_of(x: Operands, config: RecurrenceConfig) -> Problem:
     sequences = 1 if x.spans is None else x.spans.shape[1]
     return Problem(
         B, S, H, N, sequences, x.spans is not None, alone(x.A), alone(x.D), alone(x.spans), config.chunk_size,
-        config.block_v,
+        config.block_v, _launch.has_ptx(),
     )  # fmt: skip
 
 
@@ -83,39 +92,35 @@ def place_of_program(spans, p: tl.constexpr):
 
 
 @triton.jit
-def load_of_channels(a, batch, token, first, after, channel, p: tl.constexpr):
-    """The rows of a chunk of an array [b,s,h], [C,CHANNELS] in float32; 0 before token `first` and past the end."""
-    row, h = token + tl.arange(0, p.C), channel + tl.arange(0, p.CHANNELS)
-    at = (batch * p.S + row)[:, None] * p.H + h[None, :]
-    return tl.load(a + at, mask=((row >= first) & (row < after))[:, None] & (h < p.H)[None, :], other=0.0).to(
-        tl.float32
-    )
+def load_of_channels(a, batch, token, after, channel, p: tl.constexpr):
+    """A token's row of an array [b,s,h], [CHANNELS] in float32; 0 past the end of its sequence."""
+    h = channel + tl.arange(0, p.CHANNELS)
+    exists = (h < p.H) & (token < after)
+    return tl.load(a + (batch * p.S + token) * p.H + h, mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_of_channels(a, tile, batch, token, after, channel, p: tl.constexpr):
-    """Stores a tile where `load_of_channels` would load it."""
-    row, h = token + tl.arange(0, p.C), channel + tl.arange(0, p.CHANNELS)
-    at = (batch * p.S + row)[:, None] * p.H + h[None, :]
-    tl.store(a + at, tile.to(a.dtype.element_ty), mask=(row < after)[:, None] & (h < p.H)[None, :])
+def store_of_channels(a, row, batch, token, after, channel, p: tl.constexpr):
+    """Stores a row where `load_of_channels` would load it."""
+    h = channel + tl.arange(0, p.CHANNELS)
+    exists = (h < p.H) & (token < after)
+    tl.store(a + (batch * p.S + token) * p.H + h, row.to(a.dtype.element_ty), mask=exists)
 
 
 @triton.jit
-def load_of_state(a, batch, token, first, after, p: tl.constexpr):
-    """The rows of a chunk of an array [b,s,d], [C,NUMBERS] in float32; 0 before token `first` and past the end."""
-    row, d = token + tl.arange(0, p.C), tl.arange(0, p.NUMBERS)
-    at = (batch * p.S + row)[:, None] * p.N + d[None, :]
-    return tl.load(a + at, mask=((row >= first) & (row < after))[:, None] & (d < p.N)[None, :], other=0.0).to(
-        tl.float32
-    )
+def load_of_state(a, batch, token, after, p: tl.constexpr):
+    """A token's row of an array [b,s,d], [NUMBERS] in float32; 0 past the end of its sequence."""
+    d = tl.arange(0, p.NUMBERS)
+    exists = (d < p.N) & (token < after)
+    return tl.load(a + (batch * p.S + token) * p.N + d, mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_of_state(a, tile, batch, token, after, p: tl.constexpr):
-    """Stores a tile where `load_of_state` would load it."""
-    row, d = token + tl.arange(0, p.C), tl.arange(0, p.NUMBERS)
-    at = (batch * p.S + row)[:, None] * p.N + d[None, :]
-    tl.store(a + at, tile.to(a.dtype.element_ty), mask=(row < after)[:, None] & (d < p.N)[None, :])
+def store_of_state(a, row, batch, token, after, p: tl.constexpr):
+    """Stores a row where `load_of_state` would load it."""
+    d = tl.arange(0, p.NUMBERS)
+    exists = (d < p.N) & (token < after)
+    tl.store(a + (batch * p.S + token) * p.N + d, row.to(a.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -152,52 +157,38 @@ def load_skip(D, batch, channel, p: tl.constexpr):
 
 
 @triton.jit
-def decays_of(dt_tile, A_tile):
-    """exp(dt · A) [C,CHANNELS,NUMBERS]."""
-    return tl.exp(dt_tile[:, :, None] * A_tile[None, :, :])
+def load_decay_rates(A, batch, channel, p: tl.constexpr):
+    """A · log₂ e of the channels of a program, [CHANNELS,NUMBERS]."""
+    return load_state(A, 0 if p.A_ALL else batch, channel, p) * LOG2_E
+
+
+@triton.jit
+def decays_of(dt_row, A_tile, p: tl.constexpr):
+    """exp(dt · A) [CHANNELS,NUMBERS] for A times log₂ e. What is less than the smallest normal number is 0 in PTX."""
+    exponents = dt_row[:, None] * A_tile
+    if p.ptx:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponents], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(exponents)
 
 
 @triton.jit
 def outer(of_channels, of_state):
-    """The products of [C,CHANNELS] and [C,NUMBERS], of each token."""
-    return of_channels[:, :, None] * of_state[:, None, :]
+    """The products of [CHANNELS] and [NUMBERS]."""
+    return of_channels[:, None] * of_state[None, :]
 
 
 @triton.jit
-def scanned(state, decays, added):
-    """The states after each token of a chunk, h_t = decays_t ∘ h_{t−1} + added_t, from the state before it.
-
-    (a₁, u₁) followed by (a₂, u₂) is h ↦ a₂ a₁ h + a₂ u₁ + u₂.
-    """
-    decays, added = tl.associative_scan((decays, added), 0, followed)
-    return decays * state[None, :, :] + added
-
-
-@triton.jit
-def scanned_back(state, decays, added):
-    """h_t = decays_t ∘ h_{t+1} + added_t, from the state after a chunk."""
-    decays, added = tl.associative_scan((decays, added), 0, followed, reverse=True)
-    return decays * state[None, :, :] + added
-
-
-@triton.jit
-def followed(a, u, a_next, u_next):
-    return a_next * a, a_next * u + u_next
-
-
-@triton.jit
-def row_of(states, row: tl.constexpr, p: tl.constexpr):
-    """One token's state of a chunk's."""
-    return tl.sum(tl.where((tl.arange(0, p.C) == row)[:, None, None], states, 0.0), 0)
-
-
-@triton.jit
-def states_before(state, x, dt, B, A_tile, batch, token, after, channel, p: tl.constexpr):
-    """The states before each token of a chunk, from that before the first: after the tokens one place earlier.
-
-    The first row, which is in the state already, is read as zeros.
-    """
-    x_tile = load_of_channels(x, batch, token - 1, token, after, channel, p)
-    dt_tile = load_of_channels(dt, batch, token - 1, token, after, channel, p)
-    B_tile = load_of_state(B, batch, token - 1, token, after, p)
-    return scanned(state, decays_of(dt_tile, A_tile), outer(dt_tile * x_tile, B_tile))
+def advanced(state, x, dt, B, A_tile, batch, first, after, channel, AT_ONCE: tl.constexpr, p: tl.constexpr):
+    """The state after AT_ONCE tokens from `first` on, and for each of them exp(dt · A) ∘ the state before it."""
+    kept = ()
+    for i in tl.static_range(AT_ONCE):
+        x_row = load_of_channels(x, batch, first + i, after, channel, p)
+        dt_row = load_of_channels(dt, batch, first + i, after, channel, p)
+        B_row = load_of_state(B, batch, first + i, after, p)
+        decayed = decays_of(dt_row, A_tile, p) * state
+        kept += (decayed,)
+        state = decayed + outer(dt_row * x_row, B_row)
+    return state, kept
