@@ -40,6 +40,9 @@ BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 2, "chunks"))
 BACKWARD_BY_FEATURE = ((64, 128, 32, 4, 2, "chunks"), (32, 128, 64, 4, 2, "chunks"))
 BACKWARD_BY_VALUE = ((16, 64, 64, 4, 2, "chunks"), (16, 64, 32, 4, 2, "chunks"))
 
+# The columns and warps of a program from token to token: for a single token, which is bound by memory, and for several.
+STEPS = (((32, 4), (64, 4), (16, 4)), ((16, 1), (32, 2), (64, 4)))
+
 # The entries of an operation are for decays of: nothing, or heads by g_gamma alone; heads by g; features of keys;
 # features of values; features of both.
 TABLES = {
@@ -98,7 +101,7 @@ FLOAT16 = {
 def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> list[RecurrenceConfig]:
     """The configs worth measuring for a call (arrays or shapes), the most promising first."""
     if operation == "recurrence" and operands.q.shape[1] <= LONGEST and operands.spans is None:
-        return [_config(16, block, 64, warps, 1, "steps") for block, warps in ((32, 4), (16, 4), (64, 8))]
+        return [_config(16, block, 64, warps, 1, "steps") for block, warps in STEPS[operands.q.shape[1] > 1]]
     if operands.gv is not None:
         by = 3 if operands.gk is None else 4
     else:
