@@ -1,5 +1,7 @@
 """Mamba's state space in Triton: the kernels' masks and indices, by the interpreter, against float64."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ def run_all(x, dtype):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_in_the_interpreter(case, dtype):
     """Forward, backward and tangent; tokens of no sequence hold NaN."""
-    run_all(case.make(21, dtype), dtype)
+    run_all(replace(case, H=20).make(21, dtype), dtype)
 
 
 @pytest.mark.parametrize("length", (1, 3))
@@ -48,11 +50,11 @@ def test_a_few_tokens(length):
     check((outputs, {}), (exact, {}), (rounded, {}), jnp.float32)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.ends][:2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
 def test_parts_of_sequences(case, monkeypatch):
     """Forward, backward and tangent with sequences cut in two, of which the second does not end with a chunk."""
     monkeypatch.setattr(splits, "SHORTEST", 10)
-    x = case.make(42, jnp.float32)
+    x = replace(case, H=20).make(42, jnp.float32)
     assert splits.number_of(problem_of(x, CONFIG)) == 2
     run_all(x, jnp.float32)
 

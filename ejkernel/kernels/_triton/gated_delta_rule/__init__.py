@@ -44,10 +44,11 @@ def _reason(operation: str, x: Operands, target: Target) -> str | None:
         return "an empty batch or sequence"
     from .configs import LONGEST, least_memory
 
+    if reason := _launch.memory_refusal(least_memory(operation, x), target):
+        return reason
     if operation != "gated_delta_rule" and x.q.shape[1] <= LONGEST and x.spans is None:
         return f"up to {LONGEST} tokens: the kernels of derivatives compute chunks of 16 or more"
-
-    return _launch.memory_refusal(least_memory(operation, x), target)
+    return None
 
 
 _kernels = _launch.trio(__name__, "gated_delta_rule", GatedDeltaRuleSpec, Operands, Outputs, RecurrenceConfig)
