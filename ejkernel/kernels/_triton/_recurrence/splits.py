@@ -25,8 +25,12 @@ def number_of(x: Operands, programs: int = PROGRAMS) -> int:
     b, s, h = *x.q.shape[:2], max(x.q.shape[2], x.v.shape[2])
     if x.spans is not None or x.gv is not None:
         return 1
-    wanted = min(programs // (b * h * max(1, x.v.shape[3] // 64)), s // SHORTEST)
-    return math.gcd(2 ** int(math.log2(max(1, wanted))), s)
+    return dividing(s, min(programs // (b * h * max(1, x.v.shape[3] // 64)), s // SHORTEST))
+
+
+def dividing(tokens: int, wanted: int) -> int:
+    """The largest power of two up to `wanted` that divides a number of tokens."""
+    return math.gcd(2 ** int(math.log2(max(1, wanted))), tokens)
 
 
 def split(a, num_splits: int):
@@ -51,13 +55,21 @@ def initial_states(x, y, gates, start, num_splits: int, p: Problem, config, *, b
 
 def entering(ends, *, gates, start, num_splits: int, p: Problem, backward: bool):
     """As `initial_states`, from the states `ends` [b·num_splits,1,h,d,v] in which splits end from zero states."""
-    whole = lambda a: a.reshape(p.B // num_splits, num_splits, *a.shape[2:])  # of [b·num_splits,1,…]
-    ends, decay = whole(ends), jnp.exp(whole(_total(gates, p)))[..., None]
+    return passed_on(ends, jnp.exp(_total(gates, p))[..., None], start, num_splits, backward=backward != p.reverse)
+
+
+def passed_on(ends, decays, start, num_splits: int, *, backward: bool):
+    """The initial states of all splits [b·num_splits,1,…], and the final state of the sequences [b,1,…].
+
+    A split takes a state h to decays ∘ h + ends; backward, from the last split to the first.
+    """
+    whole = lambda a: a.reshape(-1, num_splits, *a.shape[2:])  # of [b·num_splits,1,…]
+    ends, decays = whole(ends), whole(decays)
     state, found = jnp.zeros_like(ends[:, 0]) if start is None else start[:, 0], [None] * num_splits
-    for i in range(num_splits)[:: -1 if backward != p.reverse else 1]:
+    for i in range(num_splits)[:: -1 if backward else 1]:
         found[i] = state
-        state = decay[:, i] * state + ends[:, i]
-    return jnp.stack(found, axis=1).reshape(p.B, 1, *state.shape[1:]), state[:, None]
+        state = decays[:, i] * state + ends[:, i]
+    return jnp.stack(found, axis=1).reshape(-1, 1, *state.shape[1:]), state[:, None]
 
 
 def _total(gates, p: Problem):

@@ -4,12 +4,10 @@ A part that ends in h_end from a zero state ends in exp(A Σ dt) ∘ h + h_end f
 all parts follow from their final states, and likewise the cotangents backwards in time.
 """
 
-import math
-
 import jax.numpy as jnp
 from jax import Array
 
-from ejkernel.kernels._triton._recurrence.splits import split
+from ejkernel.kernels._triton._recurrence.splits import dividing, passed_on, split
 from ejkernel.primitives.state_space_v1 import Operands
 
 from .problem import Problem
@@ -23,8 +21,7 @@ SHORTEST = 256
 def number_of(p: Problem) -> int:
     """The number of parts of each sequence: a power of two, 1 for packed sequences."""
     programs = p.B * p.blocks
-    wanted = 1 if p.packed or programs > FEW else min(PROGRAMS // programs, p.S // SHORTEST)
-    return math.gcd(2 ** int(math.log2(max(1, wanted))), p.S)
+    return 1 if p.packed or programs > FEW else dividing(p.S, min(PROGRAMS // programs, p.S // SHORTEST))
 
 
 def parts_of(x: Operands, parts: int) -> Operands:
@@ -39,10 +36,5 @@ def entering(ends: Array, start: Array | None, x: Operands, parts: int, *, backw
 
     `ends` [b·parts,1,h,d] are those in which they end from zero states. Backwards, parts begin at their last tokens.
     """
-    whole = lambda a: a.reshape(-1, parts, *a.shape[1:])
-    decays, ends = whole(jnp.exp(x.A * x.dt.sum(1, dtype=jnp.float32)[..., None])), whole(ends[:, 0])
-    state, found = jnp.zeros_like(ends[:, 0]) if start is None else start[:, 0], [None] * parts
-    for i in range(parts)[:: -1 if backward else 1]:
-        found[i] = state
-        state = decays[:, i] * state + ends[:, i]
-    return jnp.stack(found, 1).reshape(-1, 1, *state.shape[1:]), state[:, None]
+    decays = jnp.exp(x.A * x.dt.sum(1, dtype=jnp.float32)[..., None])[:, None]
+    return passed_on(ends, decays, start, parts, backward=backward)
