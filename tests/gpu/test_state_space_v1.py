@@ -59,6 +59,11 @@ def test_every_config(numbers):
         run_all(x, jnp.bfloat16, of_derivatives=config)
 
 
+@pytest.mark.parametrize("numbers", (64, 128))
+def test_large_states(numbers):
+    run_all(Case("large", B=1, N=numbers).make(300, jnp.float32), jnp.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda dtype: dtype.dtype.name)
 @pytest.mark.parametrize("length", (512, 1536, 2050))
 def test_parts_of_sequences(length, dtype):
