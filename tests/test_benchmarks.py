@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import _attention, _attention_rivals, _driver, flash_attention
+from benchmarks import _attention, _attention_rivals, _contenders, _driver, flash_attention
 from benchmarks import _harness as harness
 from ejkernel.cli.tune import calls_of_shape
 from ejkernel.modules._operation import OPERATIONS, types_of_call
@@ -202,6 +202,22 @@ def test_our_results_pass_the_check_and_wrong_ones_do_not(operation, shape, mode
         replaced = lambda x, n=n: [*prepared.results[:n], x, *prepared.results[n + 1 :]]
         assert judge(replaced(prepared.results[n] * 1.1)) > 10
         assert not judge(replaced(prepared.results[n] * jnp.nan)) <= 10
+
+
+def test_a_step_has_the_state_of_the_step_before():
+    """The results that are judged are those of the first, and what was given remains."""
+    x, state, states = jnp.ones(3), jnp.zeros(3), []
+    batch = harness.carrying(lambda state, x: states.append(state) or (x, state + x), state, x)
+    batch(2)
+    batch(1)
+    np.testing.assert_array_equal(jnp.stack(states)[:, 0], [0, 1, 2])
+    step = _contenders.of_jax(
+        "step", lambda: lambda x, h: (x, h + x), "step", _contenders.Inputs((x, state), carried=True)
+    )
+    prepared = step.prepare()
+    prepared.batch(3)
+    np.testing.assert_array_equal(prepared.results[1], x)
+    np.testing.assert_array_equal(state, jnp.zeros(3))
 
 
 def test_a_rival_of_jax_is_judged_as_ours_is():
