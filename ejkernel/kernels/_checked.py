@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -16,21 +16,28 @@ F = TypeVar("F", bound=Callable)
 
 def checked(implementation: F, algorithm: str, platform: Platform) -> F:
     """The implementation behind the checks that `KernelRegistry.register` documents."""
-    parameters = inspect.signature(implementation).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    default = getattr(parameters.get("config"), "default", None)
-    default = default if isinstance(default, OperationConfig) else KernelConfig()
-    accepted = frozenset(p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+    @functools.cache  # read at the first call: of all implementations that is a good part of an import's time
+    def parameters() -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(implementation).parameters
+
+    @functools.cache
+    def accepted() -> frozenset[str]:
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return frozenset(name for name, p in parameters().items() if p.kind in kinds)
+
+    @functools.cache
+    def default() -> OperationConfig:
+        found = getattr(parameters().get("config"), "default", None)
+        return found if isinstance(found, OperationConfig) else KernelConfig()
 
     @functools.wraps(implementation)
     def behind_checks(*args, **kwargs):
-        if not takes_all and not kwargs.keys() <= accepted:
-            unknown = ", ".join(sorted(kwargs.keys() - accepted))
-            raise TypeError(
-                f"{algorithm} ({platform}): unsupported argument {unknown}; accepted are {', '.join(sorted(accepted))}"
-            )
+        if not kwargs.keys() <= accepted() and not any(p.kind is p.VAR_KEYWORD for p in parameters().values()):
+            unknown, known = ", ".join(sorted(kwargs.keys() - accepted())), ", ".join(sorted(accepted()))
+            raise TypeError(f"{algorithm} ({platform}): unsupported argument {unknown}; accepted are {known}")
         if isinstance(config := kwargs.get("config"), OperationConfig):
-            of = type(default if isinstance(config, KernelConfig) else config)
+            of = type(default() if isinstance(config, KernelConfig) else config)
             kwargs["config"] = config = checked_config(f"{algorithm} ({platform})", config, of)
             if wrong := config_refusal(implementation, config):
                 raise ValueError(f"{algorithm} ({platform}): {wrong}")
@@ -50,7 +57,7 @@ def checked(implementation: F, algorithm: str, platform: Platform) -> F:
     if not hasattr(behind_checks, "custom_calls"):
         behind_checks.custom_calls = ()
     if not hasattr(behind_checks, "heuristic"):
-        behind_checks.heuristic, behind_checks.space = (lambda *_: default), (lambda *_: [default])
+        behind_checks.heuristic, behind_checks.space = (lambda *_: default()), (lambda *_: [default()])
     return behind_checks
 
 

@@ -1,6 +1,7 @@
 """The names of arguments: those of the modules API, those of the lax API, and those that error messages use."""
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from ..ops import Kernel
 def lax_arguments(operation: type[Kernel], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with their names in the modules API replaced by those in the lax API."""
     try:
-        bound = inspect.Signature(modules_parameters(operation)).bind(*args, **kwargs).arguments
+        bound = _signature(operation).bind(*args, **kwargs).arguments
     except TypeError as error:
         raise type_error(operation.algorithm.name, str(error)) from None
     back = {new: old for old, new in operation.renamed.items()}
@@ -43,12 +44,18 @@ def _stems(renamed: Mapping[str, str]) -> dict[str, str]:
     return {old[:-2]: new[:-2] for old, new in renamed.items() if old[-2:] == new[-2:] and old[-2:] in ("_q", "_k")}
 
 
-def modules_parameters(operation: type[Kernel]) -> list[inspect.Parameter]:
+@functools.cache
+def _signature(operation: type[Kernel]) -> inspect.Signature:
+    return inspect.Signature(modules_parameters(operation))
+
+
+@functools.cache
+def modules_parameters(operation: type[Kernel]) -> tuple[inspect.Parameter, ...]:
     """The parameters of the lax API under their names in the modules API."""
     of = inspect.signature(operation.prepare_arguments).parameters.items()
-    return [
+    return tuple(
         parameter.replace(
             name=operation.renamed.get(name, name), annotation=operation.retyped.get(name, parameter.annotation)
         )
         for name, parameter in of
-    ]
+    )

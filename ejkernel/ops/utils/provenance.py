@@ -5,7 +5,6 @@ import functools
 import importlib.metadata
 import os
 import subprocess
-import tomllib
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parents[3]
@@ -23,6 +22,8 @@ def provenance() -> dict[str, str]:
 @functools.cache
 def version_of(checkout: Path) -> str:
     """The version of the library in a checkout; if it is in none, the version that is installed."""
+    import tomllib  # where it is read: an import of the library needs it not
+
     try:
         project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         if project["name"] == "ejkernel":
