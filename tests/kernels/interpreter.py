@@ -11,6 +11,8 @@ from triton.language.core import tuple_type
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from . import interpreter_types  # noqa: F401 (replaces parts of Triton's own)
+
 POINTED_TO = {"bool": "int1"}
 
 
