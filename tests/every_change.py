@@ -6,8 +6,8 @@
   Where the core has the operation in the file, only a call that runs nowhere else is added.
 * One in ten of the parameters of any other test, other ones for another test.
 
-On the newest jax the core leaves out what runs on the oldest: in the files in which XLA compiles most, half of the
-tests of each operation, of the next operation the other half. `bash .ci/run nightly` has them on both.
+On the newest jax the core leaves out what runs on the oldest: in the folders in which XLA compiles most, half of the
+tests of each operation in a file, of the next operation the other half. `bash .ci/run nightly` has them on both.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 ONE_IN = 10
-COMPILED_MOST = ("test_export.py", "test_jit.py", "test_meshes.py", "test_packed.py", "test_sharding.py")
+COMPILED_MOST = ("transforms", "ring_attention")
 ByTest = dict[str, list[pytest.Item]]
 
 
@@ -36,7 +36,7 @@ def halved(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """The tests of the core that run on the newest jax only at night, but for tests that would not run there at all."""
     found = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("core") and item.path.name in COMPILED_MOST:
+        if item.get_closest_marker("core") and item.path.parent.name in COMPILED_MOST:
             found[item.path, _operation(item) or _test(item)].append(item)
     left = {item for number, of_one in enumerate(found.values()) for item in of_one[number % 2 :: 2]}
     kept = {_test(item) for of_one in found.values() for item in of_one if item not in left}
