@@ -4,11 +4,14 @@ Their transforms and configs are those of the operations that they call. They re
 """
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from ..kernels._registry import kernel_registry
+from ._one_program import one_program
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,10 +23,12 @@ _listener: ContextVar[list[str] | None] = ContextVar("_listener", default=None)
 
 def composed(function: F) -> F:
     """Registers a function as an operation of its name; it is the same in `ejkernel.lax` and `ejkernel.modules`."""
-    COMPOSED[function.__name__] = function
-    function.__module__ = "ejkernel.lax"
-    kernel_registry.register_operation(function.__name__, function)
-    return function
+    name = function.__name__
+    called = functools.wraps(function)(one_program(function, name, inspect.signature(function)))
+    COMPOSED[name] = called
+    called.__module__ = "ejkernel.lax"
+    kernel_registry.register_operation(name, called)
+    return called
 
 
 def tell(choice: str) -> None:

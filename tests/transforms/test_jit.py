@@ -26,6 +26,17 @@ def test_jit(case):
 
 
 @each_by_kind(called_alone(CASES), rest=(pytest.mark.slow,))
+def test_a_call_on_arrays_is_one_program(case, caplog):
+    """Also outside of `jax.jit`, as those of functions in `jax.nn` are."""
+    arrays = case.arrays()
+    jax.clear_caches()
+    with jax.log_compiles():
+        case.call(arrays)
+    compiled = [record.message for record in caplog.records if record.message.startswith("Compiling")]
+    assert len(compiled) == 1 and compiled[0].startswith(f"Compiling jit({case.operation})"), compiled
+
+
+@each_by_kind(called_alone(CASES), rest=(pytest.mark.slow,))
 def test_floats_that_xla_knows(case):
     """Arrays of equal elements, which XLA knows while it compiles, give the bits of those that it is given."""
     arrays = case.arrays()
