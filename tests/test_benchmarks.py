@@ -220,6 +220,7 @@ def test_a_step_has_the_state_of_the_step_before():
     np.testing.assert_array_equal(state, jnp.zeros(3))
 
 
+@pytest.mark.slow
 def test_a_rival_of_jax_is_judged_as_ours_is():
     of_mla = (("flash_mla", mode) for mode in SMALL_CALLS["flash_mla"].modes)
     calls = ("grouped_matmul", "fwd_bwd"), ("mean_pooling", "bwd"), ("blocksparse_attention", "fwd"), *of_mla

@@ -67,6 +67,7 @@ def test_the_release_runs_in_its_process_and_not_this_library(tmp_path, monkeypa
     np.testing.assert_array_equal(np.load(tmp_path / "o.npy").view(jnp.bfloat16), 2 * q)
 
 
+@pytest.mark.slow
 def test_first_calls(tmp_path, monkeypatch):
     for attempt in "123":  # other work of the machine may slow down one of the processes
         _, record = record_of(first_call.main, "gemma --length 64", tmp_path / attempt, monkeypatch)

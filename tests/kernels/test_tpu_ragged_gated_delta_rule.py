@@ -10,6 +10,7 @@ from ejkernel.primitives.ragged_gated_delta_rule import Operands
 from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import ragged_states
+from .configs_of_a_space import heuristic_and_others
 from .tpu_compiler import TARGETS, by_generation, compiled
 from .tpu_interpreter import interpreted
 
@@ -36,7 +37,8 @@ SHAPES = {"64 sequences of 4096 tokens": (4096, 64, 256), "one of 8192": (8192, 
 
 @by_generation
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_compiles(shape, generation):
+@heuristic_and_others
+def test_compiles(shape, generation, which):
     pytest.importorskip("libtpu")
     (t, n, p), (g, h, d), spec = shape, (16, 32, 128), GatedDeltaRuleSpec(0.1)
     array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, *shape), dtype)
@@ -44,5 +46,5 @@ def test_compiles(shape, generation):
     tables = array(n + 1, dtype=jnp.int32), array(n, dtype=jnp.int32)
     x = Operands(q, q, array(t, h, d), gate, array(p, h, d, d, dtype=jnp.float32), *tables, gate)
     assert supports(spec, x, TARGETS[generation]) is None
-    for config in space(spec, x, TARGETS[generation]):
+    for config in space(spec, x, TARGETS[generation])[which]:
         compiled(lambda *x, config=config: ragged_gated_delta_rule(*x, spec=spec, config=config), generation, *x)

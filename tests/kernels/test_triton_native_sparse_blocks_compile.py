@@ -13,6 +13,7 @@ from ejkernel.kernels._triton.native_sparse_blocks import configs, kernels
 from ejkernel.primitives.native_sparse_blocks import NativeSparseBlocksSpec, Operands
 
 from . import compiler
+from .configs_of_a_space import heuristic_and_others
 from .test_triton_compile import KINDS
 
 MOST_SPILLED = 512
@@ -24,12 +25,13 @@ SHAPES = {
 }
 
 
+@heuristic_and_others
 @pytest.mark.parametrize("dtype", ("bfloat16", pytest.param("float32", marks=pytest.mark.slow)))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
     "target", ("sm_90", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm_80", "sm_100", "sm_120")))
 )
-def test_every_config(target, shape, dtype, monkeypatch):
+def test_every_config(target, shape, dtype, which, monkeypatch):
     (t, h, g, d), spec = shape, NativeSparseBlocksSpec(64, 0.1)
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
     x = Operands(array(1, t, h, d), array(1, t, g, d), array(1, 16, dtype=jnp.int32))
@@ -39,7 +41,7 @@ def test_every_config(target, shape, dtype, monkeypatch):
             assert "more spill registers" in reason
             return
         assert reason is None
-        for config in configs.space("native_sparse_blocks", x, spec, gpu_target()):
+        for config in configs.space("native_sparse_blocks", x, spec, gpu_target())[which]:
             call = lambda config=config: jax.eval_shape(
                 lambda x: kernels.native_sparse_blocks(*x, spec=spec, config=config), x
             )

@@ -15,6 +15,7 @@ from ejkernel.kernels._triton.native_sparse_decode_attention import configs, ker
 from ejkernel.primitives.native_sparse_decode_attention import NativeSparseDecodeAttentionSpec, Operands
 
 from . import compiler
+from .configs_of_a_space import heuristic_and_others
 from .test_triton_compile import KINDS
 
 MOST_SPILLED = 256
@@ -25,13 +26,14 @@ SHAPES = {
 }
 
 
+@heuristic_and_others
 @pytest.mark.parametrize("of_means", ("bfloat16", pytest.param("float32", marks=pytest.mark.slow)))
 @pytest.mark.parametrize("dtype", ("bfloat16", pytest.param("float32", marks=pytest.mark.slow)))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
     "target", ("sm_90", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm_80", "sm_100", "sm_120")))
 )
-def test_every_config(target, shape, dtype, of_means, monkeypatch):
+def test_every_config(target, shape, dtype, of_means, which, monkeypatch):
     (t, h, g, d), spec = shape, NativeSparseDecodeAttentionSpec(64, 0.1, 512)
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
     k, means, gate, of = (
@@ -47,7 +49,7 @@ def test_every_config(target, shape, dtype, of_means, monkeypatch):
             assert "up to 32 in float32" in reason
             return
         assert reason is None
-        for config in configs.space("native_sparse_decode_attention", x, spec, gpu_target()):
+        for config in configs.space("native_sparse_decode_attention", x, spec, gpu_target())[which]:
             run = partial(kernels.native_sparse_decode_attention, spec=spec, config=config)
             call = lambda run=run: jax.eval_shape(run, *x)
             said = configs.shared_memory("", x, config)

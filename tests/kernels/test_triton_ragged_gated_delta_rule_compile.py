@@ -14,18 +14,20 @@ from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec
 from ejkernel.primitives.ragged_gated_delta_rule import Operands
 
 from . import compiler
+from .configs_of_a_space import heuristic_and_others
 from .test_triton_compile import KINDS
 
 MOST_SPILLED = 512
 SHAPES = {"Qwen3-Next": (16, 32, 128, 128), "wide values": (2, 4, 128, 256), "wide keys": (2, 4, 192, 64)}
 
 
+@heuristic_and_others
 @pytest.mark.parametrize("dtype", ("bfloat16", pytest.param("float32", marks=pytest.mark.slow)))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
     "target", ("sm_90", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm_80", "sm_100", "sm_120", "gfx942")))
 )
-def test_every_config(target, shape, dtype, monkeypatch):
+def test_every_config(target, shape, dtype, which, monkeypatch):
     (g, h, d, e), spec = shape, GatedDeltaRuleSpec(0.1)
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct((1, *shape), dtype)
     q, gate = array(512, g, d), array(512, h, dtype="float32")
@@ -37,7 +39,7 @@ def test_every_config(target, shape, dtype, monkeypatch):
             assert "up to 128 in float32" in reason
             return
         assert reason is None or target == "gfx942"
-        for config in configs.space("ragged_gated_delta_rule", x, spec, gpu_target()):
+        for config in configs.space("ragged_gated_delta_rule", x, spec, gpu_target())[which]:
             call = lambda config=config: jax.eval_shape(
                 lambda *x: kernels.ragged_gated_delta_rule(*x, spec=spec, config=config), *x
             )
