@@ -148,3 +148,13 @@ def test_it_is_the_same_in_modules_and_explained(x):
     assert modules.differential_attention is lax.differential_attention
     told = ejkernel.explain("differential_attention", *x.values(), causal=True, target="tpu")
     assert told.runs and [part.operation for part in told.parts] == ["flash_attention"]
+
+
+def test_another_number_for_lambda_is_no_other_program(caplog):
+    """Where an array may stand, a number is a value and no static option."""
+    x = jnp.ones((1, 4, 1, 8))
+    call = lambda lambda_: lax.differential_attention(x, x, x, x, x, lambda_=lambda_)
+    call(0.5)
+    with jax.log_compiles():
+        call(0.25)
+    assert not [record for record in caplog.records if record.message.startswith("Compiling")]
