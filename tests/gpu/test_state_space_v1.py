@@ -1,5 +1,6 @@
 """Mamba's state space in Triton on a GPU: outputs, gradients and tangents against float64."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -78,7 +79,8 @@ def test_parts_of_sequences(length, dtype):
 @pytest.mark.parametrize("length", (1, 3, 8))
 @pytest.mark.parametrize("case", [case for case in CASES if not case.ends], ids=lambda case: case.name)
 def test_steps(case, length, dtype):
-    x = case.make(length, dtype)
+    """Of many channels: the errors of a few sums, which one token has, are a matter of chance."""
+    x = replace(case, H=10 * case.H).make(length, dtype)
     run_all(x, dtype)
 
 
