@@ -46,6 +46,9 @@ _NEAR = (1.5, 1.1)
 _SECONDS_OF_A_BATCH = 2e-2
 # A search ends at a config that takes at most this multiple of the time at the ceilings of the device.
 _AT_THE_ROOFLINE = 1.03
+# Of a budget, what the search itself may take: a call also waits for its last rounds and the file that it writes, and
+# for a forward that is no longer compiled while the backward is lowered.
+_SHARE_OF_A_BUDGET = 0.9
 
 _measuring = threading.Lock()
 
@@ -167,7 +170,7 @@ class Tuner:
                 first = lowered(kernel, types, heuristic)
                 if lowering.passed:
                     raise TimeoutError
-                deadline = Deadline(budget)
+                deadline = Deadline(_SHARE_OF_A_BUDGET * budget)
                 progress = stack.enter_context(Progress(kernel.op_id, len(configs), self.shows_progress))
                 in_order = list(dict.fromkeys([heuristic, *configs]))
                 inv, programs = programs_on_values(kernel, inv, types, in_order, first, deadline, self.lock)
