@@ -37,6 +37,7 @@ from ejkernel.types import Target
 from ejkernel.xla_utils.garbage_collection import no_garbage_collection
 
 from ._context import one_device
+from ._launches import shorten
 
 LIMIT = 512 * 2**20
 """The most bytes of all files together."""
@@ -180,6 +181,7 @@ def _made(kernel: Kernel, avals: Sequence[Any]) -> bytes | None:
         traced = jax.jit(run, keep_unused=True).trace(*types)
         program = traced.lower(lowering_platforms=(kernel.target.platform,))
         module = program.compiler_ir("stablehlo")
+    shorten(module.operation)
     main = next(op for op in module.body.operations if op.sym_name.value == "main")
     if len(main.type.inputs) != len(types):  # constants have become arguments
         return None
