@@ -77,9 +77,9 @@ class Schedule:
     A row is up to `tokens` tokens of one sequence, whose query heads of a group are packed into one tile.
 
     Attributes:
-        rows: of a batch index: one for each sequence, or as many as its tokens can need if they are packed.
+        rows: of a batch index: one for each sequence, and as many more as its tokens can need if they are packed.
         tokens: of a row at most.
-        packed: whether the rows of a sequence follow those of the one before, so that it may have several.
+        packed: whether a sequence may have several rows, which follow the first ones of all.
         padding: whether rows that no sequence needs write what tokens of no sequence have; they have to be packed.
         least, most: only sequences of least ≤ tokens ≤ most in the step are computed.
         splits: parts that the keys of a row are cut into.

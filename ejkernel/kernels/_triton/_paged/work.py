@@ -10,9 +10,9 @@ def row_of_program(
 ):  # fmt: skip
     """The row of a program: batch, sequence, first token in the step, tokens (0 is no work), and its first position.
 
-    `unit` counts the rows of all batches. Where rows are packed, those behind the last one that has tokens stand for
-    the tokens of no sequence, and the first token is that of these. Otherwise sequences of up to `tiled_keys` keys, if
-    given, are none of the launch.
+    `unit` counts the rows of all batches. Where rows are packed, each sequence has one, and the others that have more
+    tokens follow; those behind the last one that has tokens stand for the tokens of no sequence, and the first token is
+    that of these. Otherwise sequences of up to `tiled_keys` keys, if given, are none of the launch.
     """
     batch = unit // schedule.rows
     row = unit % schedule.rows
@@ -20,33 +20,48 @@ def row_of_program(
         length: tl.constexpr = problem.length
         position = context_of(context_lens, batch, row, problem) - length
         return batch, row, row * length, length, position
-    elif schedule.packed:
-        of_batch = starts + batch * (problem.N + 1)
-        count = count_of_sequences(num_seqs, batch, problem)
-        n = tl.arange(0, triton.next_power_of_2(problem.N))
-        lengths = tl.load(of_batch + n + 1, mask=n < count, other=0) - tl.load(of_batch + n, mask=n < count, other=0)
-        lengths = tl.where((lengths >= schedule.least) & (lengths <= schedule.most), lengths, 0)
-        ends = tl.cumsum(tl.cdiv(lengths, schedule.tokens), 0)
-        sequence = tl.sum((ends <= row).to(tl.int32))
-        rows = tl.max(ends, 0)
-        is_row = row < rows
-        sequence = tl.where(is_row, sequence, 0)
-        length = tl.sum(tl.where(n == sequence, lengths, 0))
-        end = tl.sum(tl.where(n == sequence, ends, 0))
-        before = (row - end + tl.cdiv(length, schedule.tokens)) * schedule.tokens
-        tokens = tl.where(is_row, tl.minimum(length - before, schedule.tokens), 0)
-        token = tl.where(is_row, tl.load(of_batch + sequence) + before, (row - rows) * schedule.tokens)
-        position = context_of(context_lens, batch, sequence, problem) - length + before
-        return batch, sequence, token, tokens, position
     else:
-        start = tl.load(starts + batch * (problem.N + 1) + row)
-        length = tl.load(starts + batch * (problem.N + 1) + row + 1) - start
-        length = tl.where((length >= schedule.least) & (length <= schedule.most), length, 0)
-        length = tl.where(row < count_of_sequences(num_seqs, batch, problem), length, 0)
-        context = context_of(context_lens, batch, row, problem)
+        if not schedule.packed or row < problem.N:
+            sequence, length, before, token = first_row(row, starts, num_seqs, batch, problem, schedule)
+        else:
+            sequence, length, before, token = later_row(row - problem.N, starts, num_seqs, batch, problem, schedule)
+        context = context_of(context_lens, batch, sequence, problem)
         if tiled_keys is not None:
             length = tl.where(context > tl.load(tiled_keys), length, 0)
-        return batch, row, start, tl.minimum(length, schedule.tokens), context - length
+        return batch, sequence, token, tl.minimum(length - before, schedule.tokens), context - length + before
+
+
+@triton.jit
+def first_row(sequence, starts, num_seqs, batch, problem: tl.constexpr, schedule: tl.constexpr):
+    """Sequence, its tokens, those before the row, and the row's first: that of a sequence which is computed, or none.
+
+    It needs no search, for which the programs of a decode would wait before they load their keys.
+    """
+    of_sequence = starts + batch * (problem.N + 1) + sequence
+    start = tl.load(of_sequence)
+    length = tl.load(of_sequence + 1) - start
+    is_row = (length >= schedule.least) & (length <= schedule.most)
+    is_row &= sequence < count_of_sequences(num_seqs, batch, problem)
+    return sequence, tl.where(is_row, length, 0), 0, tl.where(is_row, start, problem.T)
+
+
+@triton.jit
+def later_row(row, starts, num_seqs, batch, problem: tl.constexpr, schedule: tl.constexpr):
+    """The same of a row among those that sequences have behind their first, and of tokens of no sequence behind all."""
+    of_batch = starts + batch * (problem.N + 1)
+    count = count_of_sequences(num_seqs, batch, problem)
+    n = tl.arange(0, triton.next_power_of_2(problem.N))
+    lengths = tl.load(of_batch + n + 1, mask=n < count, other=0) - tl.load(of_batch + n, mask=n < count, other=0)
+    lengths = tl.where((lengths >= schedule.least) & (lengths <= schedule.most), lengths, 0)
+    ends = tl.cumsum(tl.maximum(tl.cdiv(lengths, schedule.tokens) - 1, 0), 0)
+    rows = tl.max(ends, 0)
+    is_row = row < rows
+    sequence = tl.where(is_row, tl.sum((ends <= row).to(tl.int32)), 0)
+    length = tl.where(is_row, tl.sum(tl.where(n == sequence, lengths, 0)), 0)
+    end = tl.sum(tl.where(n == sequence, ends, 0))
+    before = tl.where(is_row, (row - end + tl.cdiv(length, schedule.tokens)) * schedule.tokens, 0)
+    token = tl.where(is_row, tl.load(of_batch + sequence) + before, (row - rows) * schedule.tokens)
+    return sequence, length, before, token
 
 
 @triton.jit
