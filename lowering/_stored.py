@@ -37,7 +37,7 @@ from ejkernel.types import Target
 from ejkernel.xla_utils.garbage_collection import no_garbage_collection
 
 from ._context import one_device
-from ._launches import shorten
+from ._launches import check_and_shorten
 
 LIMIT = 512 * 2**20
 """The most bytes of all files together."""
@@ -181,7 +181,7 @@ def _made(kernel: Kernel, avals: Sequence[Any]) -> bytes | None:
         traced = jax.jit(run, keep_unused=True).trace(*types)
         program = traced.lower(lowering_platforms=(kernel.target.platform,))
         module = program.compiler_ir("stablehlo")
-    shorten(module.operation)
+    check_and_shorten(module.operation, kernel.target)
     main = next(op for op in module.body.operations if op.sym_name.value == "main")
     if len(main.type.inputs) != len(types):  # constants have become arguments
         return None

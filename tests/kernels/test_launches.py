@@ -2,14 +2,16 @@
 
 import subprocess
 import zlib
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
 import pytest
-from ejkernel.lowering import _launches, _stored
+from ejkernel.lowering import _launches, _rule, _stored
 
 import ejkernel
-from ejkernel.types import KernelConfig
+from ejkernel.errors import EjkernelRuntimeError
+from ejkernel.types import KernelConfig, Target
 from tests.kernels.mosaic_compiler import assembler
 
 CONFIG = KernelConfig(platform="triton", block_q=64, block_k=64)
@@ -29,7 +31,7 @@ def messages(tmp_path, monkeypatch):
         x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
         call = lambda x: ejkernel.lax.flash_attention(x, x, x, config=CONFIG, causal=True)
         text = jax.jit(call).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count(_launches.TARGET) == len(found) == 1
+        assert text.count("triton_kernel_call_ffi") == len(found) == 1
         return found[0]
 
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
@@ -43,7 +45,7 @@ def fields(message: bytes, *path: int) -> dict[int, list[bytes]]:
     """The fields of a message, or of one within it, by number; those that are no bytes as they are written."""
     found = {}
     for head, number, value in _launches._fields(message):
-        found.setdefault(number, []).append(head if value is None else value)
+        found.setdefault(number, []).append(value if isinstance(value, bytes) else head)
     return fields(found[path[0]][0], *path[1:]) if path else found
 
 
@@ -78,6 +80,17 @@ def test_lines_of_the_source_are_kept_on_request(messages, monkeypatch):
     long, short = messages()
     kernel, of_short = (fields(message, CALL, KERNEL) for message in (long, short))
     assert of_short[ASSEMBLY] == kernel[ASSEMBLY] and of_short[IR] == [b""]
+
+
+@pytest.mark.parametrize("stages, fits", [(1, True), (2, True), (4, False)])
+def test_what_takes_more_shared_memory_than_the_gpu_has_is_refused_before_xla_compiles(monkeypatch, stages, fits):
+    monkeypatch.setattr(_rule, "target_of", lambda platform: Target("cuda", "NVIDIA A10", 86, 72))
+    x = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16)
+    config = KernelConfig(platform="triton", backend="gpu", block_q=128, block_k=128, num_stages=stages, num_warps=8)
+    traced = jax.jit(lambda x: ejkernel.lax.flash_attention(x, x, x, config=config)).trace(x)
+    said = r"forward_kernel takes \d+ bytes of shared memory and cuda \(NVIDIA A10\) allows 101376; smaller blocks"
+    with nullcontext() if fits else pytest.raises(EjkernelRuntimeError, match=said):
+        traced.lower(lowering_platforms=("cuda",))
 
 
 def field(number: int, value: bytes) -> bytes:
