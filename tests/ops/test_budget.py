@@ -22,6 +22,10 @@ def test_candidates_are_timed_in_their_order_until_the_budget_is_spent(slow_timi
     assert found.fastest == SPACE[tried - 1] and found.cut_short == (tried < 4)
 
 
+def test_a_tenth_of_the_budget_is_left_for_what_a_call_waits_for_beside_the_search(slow_timing):
+    assert list(measured(Several(), 850).times) == SPACE[:2], "the third would begin after 800 s"
+
+
 def test_with_time_for_only_the_heuristic_config_nothing_is_stored(slow_timing):
     with pytest.raises(BudgetSpent, match=r"several@v1: a budget of 300 s is too short to compare two configs"):
         measured(Several(), 300)
