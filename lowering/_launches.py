@@ -11,7 +11,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ejkernel.kernels._triton._launch import CUSTOM_CALLS, LIMIT_VARIABLE, limit_of_environment, shared_memory_limit
+from ejkernel.kernels._triton._launch import (
+    CUSTOM_CALLS,
+    LIMIT_VARIABLE,
+    SHARED_MEMORY,
+    limit_of_environment,
+    shared_memory_limit,
+)
 from ejkernel.types import Target
 
 # Fields of messages of jaxlib, by number: TritonAnyKernelCall.kernel_call, TritonKernelCall.kernel, and of TritonKernel
@@ -52,8 +58,8 @@ def check_and_shorten(operation: Any, target: Target) -> None:
 
 
 def refusal(message: bytes, target: Target) -> str | None:
-    """Why a target cannot run the launch of a TritonAnyKernelCall, or None; of no device nothing is known."""
-    if target.compute_capability is None and limit_of_environment() is None:
+    """Why a target cannot run the launch of a TritonAnyKernelCall, or None, as on a GPU whose memory is not known."""
+    if target.compute_capability not in SHARED_MEMORY and limit_of_environment() is None:
         return None
     kernel = _values(_values(_values(message).get(_CALL, b"")).get(_KERNEL, b""))
     if (needed := kernel.get(_SHARED, 0)) <= (limit := shared_memory_limit(target)):

@@ -82,9 +82,12 @@ def test_lines_of_the_source_are_kept_on_request(messages, monkeypatch):
     assert of_short[ASSEMBLY] == kernel[ASSEMBLY] and of_short[IR] == [b""]
 
 
-@pytest.mark.parametrize("stages, fits", [(1, True), (2, True), (4, False)])
-def test_what_takes_more_shared_memory_than_the_gpu_has_is_refused_before_xla_compiles(monkeypatch, stages, fits):
-    monkeypatch.setattr(_rule, "target_of", lambda platform: Target("cuda", "NVIDIA A10", 86, 72))
+A10, UNKNOWN = Target("cuda", "NVIDIA A10", 86, 72), Target("cuda", "a GPU to come", 88, 72)
+
+
+@pytest.mark.parametrize("gpu, stages, fits", [(A10, 1, True), (A10, 2, True), (A10, 4, False), (UNKNOWN, 4, True)])
+def test_what_takes_more_shared_memory_than_the_gpu_has_is_refused_before_xla_compiles(monkeypatch, gpu, stages, fits):
+    monkeypatch.setattr(_rule, "target_of", lambda platform: gpu)
     x = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16)
     config = KernelConfig(platform="triton", backend="gpu", block_q=128, block_k=128, num_stages=stages, num_warps=8)
     traced = jax.jit(lambda x: ejkernel.lax.flash_attention(x, x, x, config=config)).trace(x)

@@ -29,9 +29,10 @@ BACKEND_OPTIONS = {"enable_fp_fusion": True}
 PTX_VERSION, PTX_VERSIONS = 87, {103: 88, 110: 90, 121: 88}
 CUSTOM_CALLS = ("triton_kernel_call_ffi",)
 """What a launch is lowered to."""
-# Bytes of shared memory that a program may use, by compute capability; others have 99 KiB. On AMD it is LDS.
-SHARED_MEMORY = {80: 163 * 1024, 87: 163 * 1024, **dict.fromkeys((90, 100, 103, 110), 227 * 1024)}
+# Bytes of shared memory that a program may use, by compute capability; the least for others. On AMD it is LDS.
 SMALL_SHARED_MEMORY, LDS = 99 * 1024, 64 * 1024
+SHARED_MEMORY = {80: 163 * 1024, 87: 163 * 1024, **dict.fromkeys((90, 100, 103, 110), 227 * 1024)}
+SHARED_MEMORY |= dict.fromkeys((86, 89, 120, 121), SMALL_SHARED_MEMORY)
 LIMIT_VARIABLE = "EJKERNEL_TRITON_SMEM_LIMIT"
 MOST_FEATURES = 256
 

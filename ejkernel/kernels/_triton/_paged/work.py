@@ -33,9 +33,10 @@ def row_of_program(
 
 @triton.jit
 def first_row(sequence, starts, num_seqs, batch, problem: tl.constexpr, schedule: tl.constexpr):
-    """Sequence, its tokens, those before the row, and the row's first: that of a sequence which is computed, or none.
+    """Of the first row of a sequence: the sequence, its tokens, those before the row, and the row's first token.
 
-    It needs no search, for which the programs of a decode would wait before they load their keys.
+    A sequence that is not computed has no tokens, and its first is behind all. There is no search, for which the
+    programs of a decode would wait before they load their keys.
     """
     of_sequence = starts + batch * (problem.N + 1) + sequence
     start = tl.load(of_sequence)
@@ -47,7 +48,7 @@ def first_row(sequence, starts, num_seqs, batch, problem: tl.constexpr, schedule
 
 @triton.jit
 def later_row(row, starts, num_seqs, batch, problem: tl.constexpr, schedule: tl.constexpr):
-    """The same of a row among those that sequences have behind their first, and of tokens of no sequence behind all."""
+    """The same of a row behind the first ones of all sequences, which may also stand for tokens of no sequence."""
     of_batch = starts + batch * (problem.N + 1)
     count = count_of_sequences(num_seqs, batch, problem)
     n = tl.arange(0, triton.next_power_of_2(problem.N))
