@@ -1,6 +1,6 @@
 """The consumer warpgroups of the forward: prologue, mainloop and epilogue of their work tiles."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,25 +9,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._inline.registers import BITS, where_bits
 from .._launch import ROWS, WGMMA, accumulator, arrive, either, full, load_vector, stage_of, times_rows
+from .block_softmax import block_inputs, block_of, block_weights, exponent_of, hidden_logits, with_bias
 from .consumer_tile import ConsumerTile, Shared
-from .pairs import biased
 from .plan import PING_PONG, REGISTERS, Plan
-from .problem import Problem, after_first
-from .quantized import Unit
-from .tiles import Statistics, loaded, logits, updated, visible, weights
+from .problem import after_first
+from .tiles import Statistics, updated
 from .work_tiles import TileQueue
-
-
-class BlockInputs(NamedTuple):
-    """What a softmax of a block of keys loads from device memory: the scales in e4m3, the words of mask bits, and the
-    intervals or segment ids of a block that arrays mask.
-    """
-
-    unit: Unit
-    bits: Sequence[Array]
-    mask: tuple[Array, Array] | None = None
 
 
 class Carry(NamedTuple):
@@ -95,10 +83,10 @@ def prologue(shared: Shared, tile: ConsumerTile, plan: Plan) -> Carry:
     plgpu.barrier_wait(shared.q_full.at[0])
     q = _in_registers(tile, plan)
     plgpu.barrier_wait(shared.k_full.at[0])
-    inputs = _block_inputs(tile, 0, plan, masked=True)
+    inputs = block_inputs(tile, 0, plan, masked=True)
     products = pl.run_scoped(product, accumulator(ROWS, plan.block_k, plan.sums))
-    products = _biased(products, shared, tile, 0, plan)
-    p, statistics, _ = _weights(products, tile, tile.start, 0, inputs, plan)
+    products = with_bias(products, shared, tile, 0, plan)
+    p, statistics, _ = block_weights(products, tile, tile.start, 0, inputs, plan)
     arrive(plan.k_empty, plan.warpgroups)
     return Carry(jnp.int32(1), p, statistics, q)
 
@@ -120,25 +108,27 @@ def mainloop(
 
     def compute(i, carry, masked):
         acc, p, previous = carry
-        inputs = _block_inputs(tile, i, plan, masked)  # read while the products are computed
-        values = partial(_await_values, shared, tile, lambda: _block(tile, i - 1))
-        acc, products = _products(shared, tile, q, step + i - 1, acc, p, values, plan)
-        products = _biased(products, shared, tile, step + i - 1, plan)
-        if masked:
-            p, after, alpha = _weights(products, tile, previous, i, inputs, plan)
+        inputs = block_inputs(tile, i, plan, masked is True)  # read while the products are computed
+        values = partial(_await_values, shared, tile, lambda: block_of(tile, i - 1))
+        products_of = partial(_products, shared, tile, q, step + i - 1, acc, p, values, plan)
+        if masked is True:
+            acc, products = products_of()
+            products = with_bias(products, shared, tile, step + i - 1, plan)
+            p, after, alpha = block_weights(products, tile, previous, i, inputs, plan)
             return times_rows(acc, alpha), p, after
-        p_scale_log2, has_mask = inputs.unit.p_scale_log2, plan.bias or plan.mask
-        if plan.tanh_by_polynomial:
-            given = previous, plan.problem.exponent, p_scale_log2, plan.limits, plan.operand, has_mask
-            return updated(acc, products, *given, capped=plan.problem)
-        s, exponent = _log2_logits(products, inputs.unit, plan.problem)
-        if plan.mask:
-            s = where_bits(inputs.bits, s)
-        return updated(acc, s, previous, exponent, p_scale_log2, plan.limits, plan.operand, has_mask)
+
+        def logits_of(products):
+            return hidden_logits(with_bias(products, shared, tile, step + i - 1, plan), tile, i, inputs, masked, plan)
+
+        acc, s = products_of(logits_of, plan.logits)
+        has_mask = plan.bias or plan.mask or masked is not False
+        limits = inputs.unit.p_scale_log2, plan.limits, plan.operand, has_mask
+        capped = plan.problem if plan.tanh_by_polynomial else None
+        return updated(acc, s, previous, exponent_of(inputs.unit, plan.problem), *limits, capped)
 
     block_range = tile.block_range if tile.computed is None else tile.computed(step)
     acc = full((ROWS, plan.problem.V_tile), 0.0, WGMMA)
-    acc, p, statistics = after_first(block_range, compute, (acc, p, previous), plan.problem)
+    acc, p, statistics = after_first(block_range, compute, (acc, p, previous), plan.problem, one_loop=True)
     step += tile.block_range.end - tile.block_range.begin - 1
     values_of_last = partial(_await_values, shared, tile, lambda: tile.block(tile.block_range.begin))
 
@@ -146,10 +136,10 @@ def mainloop(
         plgpu.barrier_arrive(shared.q_empty.at[stage_of(work_tile, plan.q_stages)])
         plgpu.barrier_wait(shared.q_full.at[stage_of(work_tile + 1, plan.q_stages)])
         tile = next_tile()
-        inputs, q = _block_inputs(tile, 0, plan, masked=True), _in_registers(tile, plan)
+        inputs, q = block_inputs(tile, 0, plan, masked=True), _in_registers(tile, plan)
         acc, products = _products(shared, tile, q, step, acc, p, values_of_last, plan)
-        products = _biased(products, shared, tile, step, plan)
-        p, statistics, _ = _weights(products, tile, tile.start, 0, inputs, plan)
+        products = with_bias(products, shared, tile, step, plan)
+        p, statistics, _ = block_weights(products, tile, tile.start, 0, inputs, plan)
         return acc, p, statistics, q
 
     def finish_tile(acc, p, statistics):
@@ -182,9 +172,13 @@ def _products(
     p: Array,
     values: Callable[[Array], None],
     plan: Plan,
+    before_wait: Callable[[Array], Array] = lambda products: products,
+    dtype: Any = None,
 ) -> tuple[Array, Array]:
     """acc + p·v of the previous block, and q·kᵀ of this one; waits for both, as the next p reuses the registers of p.
 
+    `before_wait` is what is computed of q·kᵀ before the wait for p·v, and `dtype` that of its result: ptxas begins the
+    softmax before that wait, but not if a branch is between them.
     `values(stage)` waits for the values of the previous block. Where it overwrites some of them with zeros, it is
     called before a product is issued.
     """
@@ -204,13 +198,14 @@ def _products(
 
         def scoped(qk):
             plan.ping_pong(tile.number, lambda: issue(qk))
-            products[...] = plgpu.wgmma_accumulator_load(qk, wait_n=len(shared.v.parts))
+            qk = plgpu.wgmma_accumulator_load(qk, wait_n=len(shared.v.parts))
             arrive(plan.k_empty + stage, plan.warpgroups)
+            products[...] = before_wait(qk)
             plgpu.wgmma_wait(0)
 
         pl.run_scoped(scoped, accumulator(ROWS, plan.block_k, plan.sums))
 
-    products = full((ROWS, plan.block_k), 0.0, WGMMA, plan.sums)
+    products = full((ROWS, plan.block_k), 0.0, WGMMA, plan.sums if dtype is None else dtype)
     acc, products = pl.run_state(both)((plgpu.ACC.init(acc), products))
     arrive(plan.v_empty + previous, plan.warpgroups)
     return acc, products
@@ -231,51 +226,3 @@ def _issue_qk(qk: Any, shared: Shared, tile: ConsumerTile, q: Array | None, stag
 def _issue_pv(acc: Any, shared: Shared, p: Array, stage: Array, plan: Plan) -> None:
     for acc_part, v_part in zip(shared.v.columns_of(acc), shared.v.parts, strict=True):
         plgpu.wgmma(acc_part, p, plan.values(v_part.at[stage]))
-
-
-def _biased(products: Array, shared: Shared, tile: ConsumerTile, step: Array | int, plan: Plan) -> Array:
-    """q·kᵀ with the scale that is an operand, and the bias of the block that was loaded in this step."""
-    if tile.softmax_scale is not None:
-        products = products * tile.softmax_scale  # which may be negative: row maxima are those of the logits
-    if not plan.bias:
-        return products
-    stage = stage_of(step, plan.stages)
-    plgpu.barrier_wait(shared.bias_full.at[stage])
-    bias_tile = shared.bias.parts[0].at[stage, pl.ds(tile.number * ROWS, ROWS)]
-    return biased(products, bias_tile, plan.problem.scale)
-
-
-def _weights(qk: Array, tile: ConsumerTile, previous: Statistics, i: Array | int, inputs: BlockInputs, plan: Plan):
-    """p of a block that may be masked, as an operand of wgmma; the row statistics; and alpha, which rescales acc."""
-    problem, unit = plan.problem, inputs.unit
-    # An empty list names a block past the last one, which is fully masked.
-    uneven = plan.listed or problem.K % plan.block_k > 0
-    ok = visible(tile.view, _block(tile, i) * plan.block_k, qk.shape, uneven, problem, inputs.mask)
-    s, exponent = _log2_logits(qk, unit, problem)
-    if plan.mask:
-        s = where_bits(inputs.bits, s)
-    p, statistics, alpha = weights(s, previous, ok, exponent, unit.p_scale_log2, plan.limits, plan.bias or plan.mask)
-    return plan.operand(p), statistics, alpha
-
-
-def _log2_logits(products: Array, unit: Unit, problem: Problem) -> tuple[Array, Array | float]:
-    """Logits and the factor that makes them log₂ of weights."""
-    if problem.softcap is not None:
-        return logits(products.astype(jnp.float32) * unit.factor, problem), problem.exponent
-    return products, problem.exponent * unit.factor
-
-
-def _block(tile: ConsumerTile, i: Array | int) -> Array:
-    return tile.block(tile.block_range.end - 1 - i)
-
-
-def _block_inputs(tile: ConsumerTile, i: Array | int, plan: Plan, masked: bool) -> BlockInputs:
-    unit = Unit(1.0, 0) if tile.units is None else tile.units.of(_block(tile, i))
-    mask = None
-    if masked and plan.problem.masked_by_arrays:
-        mask = loaded(tile.view, _block(tile, i) * plan.block_k, (ROWS, plan.block_k))
-    if tile.pairs is None:
-        return BlockInputs(unit, (), mask)
-    first = _block(tile, i) * (plan.block_k // BITS)
-    bits = tile.pairs.words(tile.view.batch, tile.head, tile.view.row, first, plan.block_k)
-    return BlockInputs(unit, bits, mask)

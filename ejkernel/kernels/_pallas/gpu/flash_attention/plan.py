@@ -104,6 +104,11 @@ class Plan:
         return jnp.float16 if self.e4m3 else jnp.float32
 
     @property
+    def logits(self) -> Any:
+        """The dtype of the logits, which a softcap needs in float32."""
+        return self.sums if self.problem.softcap is None else jnp.float32
+
+    @property
     def tanh_by_polynomial(self) -> bool:
         """Whether a block without a mask has its softcap by `powers_of_softcap`, whose coefficients are in range."""
         softcap = self.problem.softcap

@@ -152,11 +152,14 @@ def blocks_of_band(first: Array, block: int, low: int | None, high: int | None, 
     return BlockRanges(begin, end, full_begin, full_end).at_least_one(blocks)
 
 
-def after_first(block_range: BlockRanges, compute: Callable, carry: Any, problem: Problem) -> Any:
+def after_first(
+    block_range: BlockRanges, compute: Callable, carry: Any, problem: Problem, one_loop: bool = False
+) -> Any:
     """`carry` after compute(step, carry, masked=…) of all blocks but the first; step n is the n-th from the end.
 
-    Masked blocks on both sides of the full ones share one loop, as compile time follows the number of loops with
-    products: an outer loop of at most two iterations runs it, and in the first one that of the full blocks.
+    Compile time follows the number of loops with products. Masked blocks on both sides of the full ones share one: an
+    outer loop of at most two iterations runs it, and in the first one that of the full blocks. `one_loop`: full blocks
+    share it, too, and `masked` is then a condition of the step instead of a bool.
     """
     masked, whole = partial(compute, masked=True), partial(compute, masked=False)
     begin_whole, end_whole, end = (
@@ -167,6 +170,9 @@ def after_first(block_range: BlockRanges, compute: Callable, carry: Any, problem
     if problem.low is None and not problem.masked_by_arrays:
         carry = lax.fori_loop(1, begin_whole, masked, carry)
         return lax.fori_loop(jnp.maximum(begin_whole, 1), end_whole, whole, carry)
+    if one_loop:
+        each = lambda n, carry: compute(n, carry, masked=(n < begin_whole) | (n >= end_whole))
+        return lax.fori_loop(1, end, each, carry)
     after = jnp.maximum(end_whole, 1)
 
     def masked_then_whole(n, carry):

@@ -26,6 +26,8 @@ from .problem import LOG2_E, Problem
 
 # The row maximum before any key where masked logits are −∞: finite, so that their weights under it are 0.
 LOWEST = float(np.finfo(np.float32).min) / 2
+# q·kᵀ of a hidden key where a softcap follows. Its tanh of −∞, which a bias may give, is a weight as any other.
+HIDDEN = float(np.finfo(np.float32).min)
 
 
 class Statistics(NamedTuple):
@@ -205,7 +207,8 @@ def updated(
     A warp computes p with its previous row maxima, and checks the partial row sums of its threads: if none exceeds the
     limit, no weight does. Otherwise `rescale` computes p again with new maxima, and rescales acc.
     `has_mask`: a row may be all −∞; its NaN sums then fail the check, and `rescale` recomputes it.
-    `capped`: s is q·kᵀ, and the logits with its softcap are those of a polynomial, as long as all are in its range.
+    `capped`: s is q·kᵀ, and the logits with its softcap are those of a polynomial, as long as all are in its range. It
+    has HIDDEN in the place of −∞.
     """
     out_of_range = None
     if capped is None:
@@ -221,7 +224,7 @@ def updated(
     def rescale(acc, s, p, sums):
         s, fits = s.astype(jnp.float32), sums.max(axis=1) <= limits.row_sum_limit
         if capped is not None:
-            s = logits(s, capped)
+            s = jnp.where(s == HIDDEN, -jnp.inf, logits(s, capped)) if has_mask else logits(s, capped)
         if limits.float16 is not None:
             fits &= jnp.abs(previous.maximum) <= limits.float16.maximum
         raised = jnp.maximum(previous.maximum, limits.maximum(s.max(axis=1) * exponent))
