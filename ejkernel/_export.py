@@ -11,7 +11,9 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
         jax.export.export(jax.jit(f), platforms=("cpu", "cuda", "tpu"), disabled_checks=ejkernel.export_checks())
 
     An artifact with such a call runs with the versions of JAX and jax-triton that made it, or later ones that still
-    support it.
+    support it, without this package. On a Hopper GPU the process that reads it has to import
+    `jax.experimental.mosaic.gpu`, by which XLA finds the runtime library of Mosaic GPU; otherwise XLA says "Failed to
+    lookup host symbol".
 
     With symbolic dimensions it contains no kernels, which need static sizes, but XLA's implementation of the operation;
     that of flash_attention with symbolic lengths has all logits in memory at once. The number of packed sequences must
