@@ -41,6 +41,8 @@ CASES = [
     Case("bias of −∞", bias="bhst", hidden=0.5, **BIASED),
     Case("bias of −∞, rows", bias="hst", hidden=0.3, empty=True, **BIASED),
     Case("bias of −∞, rows, causal", bias="hst", hidden=0.9, empty=True, spec=CAUSAL, **BIASED),
+    Case("bias of −∞, softcap", bias="hst", hidden=0.3, spec=FlashAttentionSpec(softcap=2.0), **BIASED),
+    Case("bias of −∞, softcap, window", bias="hst", hidden=0.3, spec=replace(WINDOW, softcap=2.0), **BIASED),
     Case("mask", mask="bst", H=4, G=2),
     Case("mask of all", mask="st", H=4, G=2, spec=CAUSAL),
     Case("mask of heads", mask="hst", S=1.3, K=0.9),
@@ -49,6 +51,7 @@ CASES = [
     Case("mask, rows, causal", mask="bhst", empty=True, H=4, G=2, spec=CAUSAL),
     Case("mask, window", mask="bst", spec=WINDOW),
     Case("mask, softcap, sinks", mask="st", sinks=2, spec=FlashAttentionSpec(softcap=2.0)),
+    Case("mask, softcap, window", mask="bst", spec=replace(WINDOW, softcap=2.0)),
     Case("mask, segments", mask="bst", segments=True),
     Case("bias, mask", bias="hst", mask="bst", empty=True, spec=CAUSAL, **BIASED),
 ]
