@@ -14,7 +14,7 @@ from ._contenders import arrays_of
 from ._driver import Case
 from ._harness import Check, Contender, Prepared
 
-_CHAIN = 8
+_CHAIN = 32  # as many as a model has layers
 _JUDGED = 2  # sequences
 
 
