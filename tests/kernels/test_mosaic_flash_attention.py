@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from programs import all_equations
 
 import ejkernel
 from ejkernel.kernels._pallas.gpu.flash_attention import (
@@ -45,6 +46,25 @@ def test_lowers(operation, name, config):
     x, spec = CALLS[name]
     text = lowered(run(operation, spec, config), *arguments(x))
     assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
+
+
+def products(spec: FlashAttentionSpec, segments: bool = False) -> int:
+    """The number of products of tiles in the program of the forward, which its compile time follows."""
+    x = Operands(*[jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.bfloat16)] * 3)
+    if segments:
+        ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+        x = x._replace(q_segment_ids=ids, kv_segment_ids=ids)
+    (config, *_) = space("flash_attention", x, spec, HOPPER)
+    program = jax.make_jaxpr(lambda x: flash_attention(*x, spec=spec, config=config))(x)
+    return sum(equation.primitive.name == "wgmma_ref" for equation in all_equations(program))
+
+
+def test_masks_of_two_sides_add_no_products():
+    """Masked and full blocks are in one loop."""
+    full, window = products(FlashAttentionSpec()), dict(causal=True, window=(1023, None))
+    assert full > 0
+    assert products(FlashAttentionSpec(**window)) == products(FlashAttentionSpec(**window, softcap=50.0)) == full
+    assert products(FlashAttentionSpec(), segments=True) == full
 
 
 @pytest.mark.parametrize("limits, dtype", [(LIMITS, jnp.float16), (LIMITS, jnp.bfloat16), (E4M3_LIMITS, E4M3)])
