@@ -80,9 +80,10 @@ def _visible(
 def hidden_logits(
     products: Array, tile: ConsumerTile, i: Array, inputs: BlockInputs, masked: Array | bool, plan: Plan
 ) -> Array:
-    """The logits of a block, −∞ where a row does not see a key. Where they are those of a polynomial: q·kᵀ and HIDDEN.
+    """The logits of a block, with −∞ for the keys that a row does not see.
 
-    `masked`: whether there is such a key; False, or a condition.
+    Where a softcap's tanh is a polynomial, which is computed with the weights: q·kᵀ, with HIDDEN for these keys.
+    `masked`: whether there are such keys; False, or a condition.
     """
     s = products if plan.tanh_by_polynomial else _logits(products, inputs.unit, plan.problem)
     if plan.mask:

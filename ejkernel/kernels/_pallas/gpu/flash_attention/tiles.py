@@ -26,7 +26,7 @@ from .problem import LOG2_E, Problem
 
 # The row maximum before any key where masked logits are −∞: finite, so that their weights under it are 0.
 LOWEST = float(np.finfo(np.float32).min) / 2
-# q·kᵀ of a hidden key where a softcap follows. Its tanh of −∞, which a bias may give, is a weight as any other.
+# In the place of q·kᵀ for a hidden key where a softcap follows: −∞, which a bias may give, is then the logit −softcap.
 HIDDEN = float(np.finfo(np.float32).min)
 
 
