@@ -127,6 +127,17 @@ def test_great_logits(factor):
     assert np.sqrt((errors**2).mean()) < 0.01 and np.abs(errors).max() < 5 * 0.008
 
 
+def test_zeros():
+    """Tiles of q and blocks of k of zeros, as padding has them, under a mask: the means of the values so far."""
+    x, _ = Case("zeros", D=128, V=128).make(600, jnp.bfloat16)
+    x = x._replace(q=0 * x.q, k=0 * x.k)
+    exact = formula(x, CAUSAL, lambda x, scale: x, lambda x: x)
+    rounded = formula(x, CAUSAL, to_e4m3, lambda x: x)
+    o, lse = run(x, CAUSAL, 192, 128)
+    check("o", np.asarray(o.astype(jnp.float32)), exact[0], rounded[0], factor=2)
+    np.testing.assert_allclose(lse, exact[1], rtol=1e-6, atol=1e-6)
+
+
 def compare(case, block_q, block_k):
     x, spec = case.make(600, jnp.bfloat16)
     exact = formula(x, spec, lambda x, scale: x, lambda x: x)

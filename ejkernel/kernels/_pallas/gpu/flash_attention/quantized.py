@@ -25,6 +25,9 @@ from .tiles import Float16Limits, RescaleLimits
 
 E4M3 = jnp.float8_e4m3fn
 GREATEST = float(jnp.finfo(E4M3).max)
+# Below it the factor of q·kᵀ changes no weight. It is never 0, as that of zeros and zeros would be: a hidden key, whose
+# q·kᵀ is −∞, would be NaN.
+LEAST_FACTOR = 2.0**-100
 # As an exponent of two, the least that a block of v may be beside the greatest: weights of one of zeros still count.
 LEAST = -60
 # Weights are computed times 2⁴, so that the small ones are not lost: 448 is in range, and 2⁻⁹ the smallest number.
@@ -107,4 +110,5 @@ class Units(NamedTuple):
 
     def of(self, block: Array) -> Unit:
         block_index = (*self.head, block)
-        return Unit(self.queries * self.scales.keys[block_index], self.scales.p_scales_log2[block_index])
+        factor = jnp.maximum(self.queries * self.scales.keys[block_index], LEAST_FACTOR)
+        return Unit(factor, self.scales.p_scales_log2[block_index])
