@@ -13,12 +13,21 @@ import pytest
 pytest.importorskip("triton")
 
 from ejkernel.kernels._target import lowering_for
-from ejkernel.kernels._triton import _launch, _recurrence, flash_attention, grouped_matmul, mean_pooling
+from ejkernel.kernels._triton import (
+    _launch,
+    _recurrence,
+    flash_attention,
+    gated_delta_rule,
+    grouped_matmul,
+    mean_pooling,
+)
 from ejkernel.kernels._triton._recurrence.configs import space as recurrence_space
 from ejkernel.kernels._triton.flash_attention.configs import space as attention_space
+from ejkernel.kernels._triton.gated_delta_rule.configs import space as delta_space
 from ejkernel.kernels._triton.grouped_matmul.configs import space as products_space
 from ejkernel.kernels._triton.mean_pooling.configs import space as pooling_space
 from ejkernel.primitives import _recurrence as of_recurrence
+from ejkernel.primitives import gated_delta_rule as of_delta
 from ejkernel.primitives import grouped_matmul as of_products
 from ejkernel.primitives import mean_pooling as of_pooling
 
@@ -78,6 +87,7 @@ PRODUCTS = {
     "float32": ((1, 4096, 1024), "float32", "float32"),
 }
 RECURRENCES = ("recurrence", "recurrence_bwd", "recurrence_jvp")
+DELTAS = ("gated_delta_rule", "gated_delta_rule_bwd", "gated_delta_rule_jvp")
 # What takes a core of CI about a minute.
 ALWAYS = (
     ("sm_80", "flash_attention", "all", "192", "bfloat16"),
@@ -90,6 +100,7 @@ ALWAYS = (
     ("sm_80", "recurrence_bwd", "head", 256, "bfloat16"),
     ("sm_90", "recurrence_bwd", "both", 128, "bfloat16"),
     ("sm_80", "recurrence_bwd", "head", 64, "float32"),
+    ("sm_80", "gated_delta_rule", 64, "bfloat16", 8192),
     ("sm_80", "grouped_matmul_bwd", "many_rows"),
     ("sm_90", "grouped_matmul", "int8"),
 )
@@ -137,6 +148,33 @@ def test_recurrence(target, operation, decay, features, dtype, monkeypatch):
         return implementation(arrays, None, do, wrt=wrt, spec=spec, config=config)
 
     config = recurrence_space(operation, x, spec, kind)[0]
+    assert not spilling(monkeypatch, target, config, call)
+
+
+@pytest.mark.parametrize(
+    "target, operation, features, dtype, length",
+    cases(LARGE + SMALL, DELTAS, (64, 96, 128, 256), HALF, (512, 8192))
+    + cases(LARGE + SMALL, DELTAS, (64, 128), ("float16", *SINGLE), (8192,)),
+)
+def test_gated_delta_rule(target, operation, features, dtype, length, monkeypatch):
+    """With few programs and with many, which have other configs; queries and keys have half of the heads."""
+    B, S, H, D = 8192 // length, length, 32, features
+    tokens, rows = array((B, S, H, D), dtype), array((B, S, H), dtype)
+    x = of_delta.Operands(*[array((B, S, H // 2, D), dtype)] * 2, tokens, rows, rows)
+    spec, implementation = of_delta.GatedDeltaRuleSpec(), getattr(gated_delta_rule, operation)
+    if reason := implementation.supports(spec, x, KINDS[target]):
+        pytest.skip(reason)
+
+    def call(config):
+        arrays = zeros(x)
+        if operation == "gated_delta_rule":
+            return implementation(*arrays, spec=spec, config=config)
+        if operation == "gated_delta_rule_jvp":
+            return implementation(arrays, None, arrays, spec=spec, config=config)
+        do = of_delta.Outputs(arrays.v, None)
+        return implementation(arrays, None, do, wrt=("q", "k", "v", "beta", "g"), spec=spec, config=config)
+
+    config = delta_space(operation, x, spec, KINDS[target])[0]
     assert not spilling(monkeypatch, target, config, call)
 
 

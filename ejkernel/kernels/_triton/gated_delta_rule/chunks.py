@@ -125,10 +125,10 @@ def chunk_kernel(
     decays = pairs.pair_decays(gate, G, p) * k_norm[None, :]
     lower = tiles.product(k_tile, tl.trans(k_tile), p) * decays
     lower *= (load_rows(beta, batch, at, left, head, p) * k_norm)[:, None]
+    weights = tiles.product(q_tile, tl.trans(k_tile), p) * decays * q_norm[:, None]
     solved = unit_lower_inverse(strictly_lower(lower, p), p)
     if inverse is not None:
         store_pairs(inverse, solved, of_chunk, p)
-    weights = tiles.product(q_tile, tl.trans(k_tile), p) * decays * q_norm[:, None]
     store_pairs(x_to_o, product(weights, solved, p), of_chunk, p)
     tile = tl.full([p.C, p.D_PAD], 0.0, tl.float32)
     tile = tiles.add_product(tile, tl.trans(solved * until[:, None]), k_tile, p, 1 if p.dtype == tl.float32 else 2)

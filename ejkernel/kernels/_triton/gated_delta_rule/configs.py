@@ -28,6 +28,7 @@ WITHOUT_MMA_SYNC = (90, 100, 103, 110)
 BACKWARD_BY_MMA_SYNC = ((64, 32, 4, 1), (64, 32, 4, 2))
 WIDE = ((64, 32, 8, 1), (32, 32, 8, 1))  # for more than 128 features
 # For float32, and for float16, where a product is computed as three of TF32; and where no other fits.
+# By mma.sync the tangent of float16 spills with 32 columns.
 SMALL = ((16, 32, 8, 1), (16, 16, 8, 1))
 STEP_BLOCKS = (32, 64, 16)
 NUMBERS_PER_THREAD = 128
@@ -42,21 +43,22 @@ def space(operation: str, operands: Operands, spec: GatedDeltaRuleSpec, target: 
     limit = shared_memory_limit(target)
     fit = lambda listed: [c for c in (_config(*v) for v in listed) if shared_memory(operation, operands, c) <= limit]
     if operands.q.dtype != np.dtype("bfloat16"):
-        return fit(SMALL)
+        is_half = operation == "gated_delta_rule_jvp" and operands.q.dtype == np.dtype("float16")
+        return fit(SMALL[1:] if is_half and has_mma_sync(target) else SMALL)
     batch, _, heads, features = operands.v.shape
     programs = batch * heads * -(-features // 64)
     are_many = programs > (target.core_count or 0)
     listed = (MANY if are_many else FEW)[operation]
     if padded(operands.q.shape[3]) > 128:
         listed = WIDE if target.compute_capability == 90 else WIDE[1:]
-    elif operation == "gated_delta_rule_bwd" and _has_mma_sync(target):
+    elif operation == "gated_delta_rule_bwd" and has_mma_sync(target):
         listed = BACKWARD_BY_MMA_SYNC if are_many else BACKWARD_BY_MMA_SYNC[::-1]
     elif operation == "gated_delta_rule_jvp" and target.compute_capability != 90:
         listed = SMALL  # with more, registers spill where they hold the operands of products
     return fit(listed) or fit(SMALL)
 
 
-def _has_mma_sync(target: Target) -> bool:
+def has_mma_sync(target: Target) -> bool:
     """Whether products are by mma.sync there."""
     return target.platform == "cuda" and target.compute_capability not in WITHOUT_MMA_SYNC
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._recurrence import tiles
 from ejkernel.kernels._triton._recurrence.problem import Places, Problem
@@ -32,6 +33,7 @@ from ejkernel.types.recurrence import RecurrenceConfig
 
 from . import chunks
 from .chunks import Chunks
+from .configs import has_mma_sync
 
 FEATURES = 64
 """The most features of keys in a block."""
@@ -104,11 +106,17 @@ def _of_states(x, do, of: Chunks, states, backwards, by_pairs, places: Places, p
         *(backwards["dstates"], backwards["dx"], by_pairs["dweights"], by_pairs["dlower"], *places[:4]),
         out_type=dict(dg=jax.ShapeDtypeStruct((blocks, p.B, p.S, p.H), jnp.float32), dk=heads, dq=heads),
         grid=p.B * p.chunks * p.HQ * blocks,
-        config=in_parallel(p, 1 if _launch.is_rocm() else 2),
+        config=in_parallel(p, _stages_of_states(p)),
         p=p,
         ROWS=rows,
         COLUMNS=columns_of(p),
     )
+
+
+def _stages_of_states(p: Problem) -> int:
+    """Two where there is a block of columns to load ahead; for only one, registers spill with tcgen05."""
+    is_one = columns_of(p) >= p.V and not has_mma_sync(gpu_target())
+    return 1 if _launch.is_rocm() or is_one else 2
 
 
 @triton.jit
