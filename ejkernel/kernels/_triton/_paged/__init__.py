@@ -59,6 +59,8 @@ PREFILL_SIZES = (
     TileConfig(64, 32, 4, 2),
     TileConfig(64, 16, 4, 1),
 )
+# Beside the mask of drafts, which each thread reads number by number, the registers of larger tiles spill.
+PREFILL_SIZES_OF_DRAFTS = (TileConfig(64, 32, 8, 2), TileConfig(64, 16, 4, 2))
 
 
 def power_of_two(n: int) -> int:

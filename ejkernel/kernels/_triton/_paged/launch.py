@@ -23,6 +23,7 @@ from ejkernel.types import KernelConfig
 from . import (
     KEYS_OF_INVARIANT_SPLIT,
     PREFILL_SIZES,
+    PREFILL_SIZES_OF_DRAFTS,
     SMALLEST_TILE,
     Shapes,
     TileConfig,
@@ -116,7 +117,8 @@ def attend(
     nothing = {} if x.plan is None else dict(o=jnp.zeros((*x.q.shape[:3], problem.V), x.q.dtype))
     results = _decoded(x, problem, decode, tiles, nothing)
     if x.query_start_loc is not None and not decode.padding:
-        tiles = fitting(PREFILL_SIZES, Shapes(x.q, x.k, x.v, sequences))
+        sizes = PREFILL_SIZES_OF_DRAFTS if problem.drafts else PREFILL_SIZES
+        tiles = fitting(sizes, Shapes(x.q, x.k, x.v, sequences))
         tokens = tiles.rows // (problem.H // problem.G)
         rest = Schedule(
             rows=_packed_rows(problem, tokens), tokens=tokens, packed=True, padding=True, least=decode.most + 1,
