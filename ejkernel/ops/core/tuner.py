@@ -48,7 +48,7 @@ _SECONDS_OF_A_BATCH = 2e-2
 _AT_THE_ROOFLINE = 1.03
 # Of a budget, what the search itself may take: a call also waits for its last rounds and the file that it writes, and
 # for a forward that is no longer compiled while the backward is lowered.
-_SHARE_OF_A_BUDGET = 0.9
+_SHARE_OF_A_BUDGET = 0.8
 
 _measuring = threading.Lock()
 
