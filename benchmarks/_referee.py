@@ -5,7 +5,6 @@ dtype of the inputs; the largest of all results counts.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import jax
@@ -36,16 +35,18 @@ def check(parts: Callable[[Sequence[Any]], Sequence[Any]], formula: Formula, dty
     return error
 
 
-def check_by_rounding(parts: Callable[[Sequence[Any]], Sequence[Any]], exact: Formula, dtype: Any) -> Check:
-    """Judges `parts` of the results by their distance to `exact(float64)`, in units of its rounding to `dtype`."""
+def check_by_rounding(parts: Callable[[Sequence[Any]], Sequence[Any]], formula: Formula, dtype: Any) -> Check:
+    """Judges `parts` of the results by their distance to `formula(float64)`, in units of that of a rounded float32.
 
-    @cache
-    def results() -> list[Any]:
-        with jax.enable_x64(True):
-            return list(map(_numbers, exact(np.dtype(np.float64))))
+    That is `formula(float32)`, rounded to `dtype`: what a kernel errs that rounds nothing but its results.
+    """
 
-    rounded = lambda: [jnp.asarray(x, dtype) for x in results()]
-    return check(parts, lambda wanted: results() if wanted == np.float64 else rounded(), dtype)
+    def rounded(wanted: Any) -> Sequence[Any]:
+        if wanted == np.float64:
+            return formula(wanted)
+        return [jnp.asarray(x, dtype) for x in formula(np.dtype(np.float32))]
+
+    return check(parts, rounded, dtype)
 
 
 def check_of_a_head(mode: str, given: Inputs, kv_heads: int, attention: Callable[..., Array]) -> Check:

@@ -52,7 +52,7 @@ def _fla(shape: GatedDeltaRuleShape) -> Callable[..., Any]:
 def _check(shape: GatedDeltaRuleShape, mode: str, given: Inputs) -> Check:
     """Judges the first sequence and the last head of q and k with its heads of v, by the rule in chunks in XLA.
 
-    The unit of an error is that of rounding the exact result.
+    The unit of an error is that of the same in float32, rounded.
     """
     heads = shape.heads // shape.qk_heads
     part = lambda a: a[:1, :, -heads:] if a.shape[2] == shape.heads else a[:1, :, -1:]

@@ -53,7 +53,7 @@ def _mamba(given: Inputs) -> Callable[..., Any]:
 def _check(shape: StateSpaceV2Shape, mode: str, given: Inputs) -> Check:
     """Judges the first sequence and the last group, whose heads share B and C, by the recurrence in chunks in XLA.
 
-    The unit of an error is that of rounding the exact result.
+    The unit of an error is that of the same in float32, rounded.
     """
     heads = shape.heads // shape.groups
     part = lambda a: a[:1, :, -heads:] if a.shape[2] == shape.heads else a[:1, :, -1:]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import _attention, _attention_rivals, _contenders, _driver, flash_attention
+from benchmarks import _attention, _attention_rivals, _contenders, _driver, _referee, flash_attention
 from benchmarks import _harness as harness
 from ejkernel.cli.tune import calls_of_shape
 from ejkernel.modules._operation import OPERATIONS, types_of_call
@@ -238,6 +238,15 @@ def test_the_formula_is_judged_in_the_dtype_of_the_inputs():
     judge = flash_attention.check(SMALL, "fwd_bwd", given)
     ours, formula, *_ = _attention_rivals.contenders(SMALL, "fwd_bwd", given, ["auto"])
     assert judge(ours.prepare().results) <= 3 and judge(formula.prepare().results) <= 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_rounds_its_results_alone_has_the_unit_of_errors(dtype):
+    """In float32 that is the error of the sums of the formula, beside which rounding the exact ones is little."""
+    x = np.random.default_rng(0).standard_normal(4096)
+    formula = lambda dtype: [jnp.asarray(x, dtype).cumsum()]
+    judge = _referee.check_by_rounding(list, formula, dtype)
+    assert judge([formula("float32")[0].astype(dtype)]) == pytest.approx(1, rel=0.01)
 
 
 @pytest.mark.parametrize("mode", SMALL.modes)
