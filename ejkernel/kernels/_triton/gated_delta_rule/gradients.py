@@ -44,11 +44,14 @@ def columns_of(p: Problem) -> int:
     return min(64 if p.dtype == tl.bfloat16 else 32, p.V_PAD)
 
 
-def in_parallel(p: Problem, num_stages: int) -> RecurrenceConfig:
-    """How the kernels of single chunks run, whatever is best for those that go from chunk to chunk."""
+def in_parallel(p: Problem, num_stages: int, most_features: int = 128) -> RecurrenceConfig:
+    """How the kernels of single chunks run, whatever is best for those that go from chunk to chunk.
+
+    The registers of four warps hold tiles of up to `most_features`.
+    """
     half = p.dtype == tl.bfloat16
     return RecurrenceConfig(
-        chunk_size=p.C, num_warps=4 if half and p.D_PAD <= 128 else 8, num_stages=num_stages if half else 1
+        chunk_size=p.C, num_warps=4 if half and most_features >= p.D_PAD else 8, num_stages=num_stages if half else 1
     )
 
 
@@ -88,7 +91,7 @@ def _of_pairs(x, do, of: Chunks, deltas, dx, places: Places, p: Problem, spec) -
         *(x.q, x.k, x.beta, x.g, do, of.inverse, deltas, dx, *places[:4]),
         out_type=types,
         grid=p.B * p.chunks * p.H,
-        config=in_parallel(p, 1),
+        config=in_parallel(p, 1, most_features=64 if has_mma_sync(gpu_target()) else 128),
         p=p,
         COLUMNS=columns_of(p),
         NORMALISED=spec.use_qk_l2norm,
