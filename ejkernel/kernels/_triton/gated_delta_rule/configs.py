@@ -28,7 +28,7 @@ WITHOUT_MMA_SYNC = (90, 100, 103, 110)
 BACKWARD_BY_MMA_SYNC = ((64, 32, 4, 1), (64, 32, 4, 2))
 WIDE = ((64, 32, 8, 1), (32, 32, 8, 1))  # for more than 128 features
 # For float32, and for float16, where a product is computed as three of TF32; and where no other fits.
-# By mma.sync the tangent of float16 spills with 32 columns.
+# By mma.sync 32 columns of float16 spill, in the tangent and with more than 64 features.
 SMALL = ((16, 32, 8, 1), (16, 16, 8, 1))
 STEP_BLOCKS = (32, 64, 16)
 NUMBERS_PER_THREAD = 128
@@ -43,8 +43,9 @@ def space(operation: str, operands: Operands, spec: GatedDeltaRuleSpec, target: 
     limit = shared_memory_limit(target)
     fit = lambda listed: [c for c in (_config(*v) for v in listed) if shared_memory(operation, operands, c) <= limit]
     if operands.q.dtype != np.dtype("bfloat16"):
-        is_half = operation == "gated_delta_rule_jvp" and operands.q.dtype == np.dtype("float16")
-        return fit(SMALL[1:] if is_half and has_mma_sync(target) else SMALL)
+        is_half = operands.q.dtype == np.dtype("float16")
+        wide = operation == "gated_delta_rule_jvp" or padded(operands.q.shape[3]) > 64
+        return fit(SMALL[1:] if is_half and wide and has_mma_sync(target) else SMALL)
     batch, _, heads, features = operands.v.shape
     programs = batch * heads * -(-features // 64)
     are_many = programs > (target.core_count or 0)

@@ -120,6 +120,8 @@ def states_kernel(
     number, group = (batch * p.sequences + n) * p.H + head, head // PER_KEY
     state = tiles.first_state(start, number, row, ROWS, column, COLUMNS, p_ends)
     chunks, decays = (tokens + p.C - 1) // p.C, 0.0
+    if p.chunks == 2:  # a number that Triton 3.6 must not know: it fails to lay out the products for Blackwell
+        chunks += tl.program_id(1)
     for i in tl.range(0, chunks):
         c = chunks - 1 - i if BACKWARD else i
         at, left = token + c * p.C, tokens - c * p.C
