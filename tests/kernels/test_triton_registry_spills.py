@@ -18,8 +18,8 @@ from ejkernel.types import Platform
 from . import compiler
 from .bound import bound_by, written_in
 from .test_triton_compile import KINDS
+from .test_triton_spills import over_the_limit
 
-LIMIT = 512
 # The gradients of state spaces in float16, by the kernels of other recurrences, spill 1020 bytes.
 KNOWN = {("state_space_v2", "sm_80", 128, "float16")}
 
@@ -37,7 +37,7 @@ def cases() -> list:
 def test_every_kernel(operation, target, features, dtype, monkeypatch):
     calls = bound_by(operation, [jnp.dtype(dtype)], features)
     launches = {x for call in calls for x in launches_of(call, target, monkeypatch)}
-    assert not spilling(launches, target)
+    assert not over_the_limit(launches, target)
 
 
 def launches_of(call, target, monkeypatch) -> list[compiler.Launch]:
@@ -52,9 +52,3 @@ def launches_of(call, target, monkeypatch) -> list[compiler.Launch]:
             call.traced(entry, config)
 
         return compiler.launches(monkeypatch, _launch, trace)
-
-
-def spilling(launches, target) -> list[str]:
-    """Descriptions of the launches that spill more than the limit."""
-    found = {launch: compiler.binary(launch, compiler.TARGETS[target]).spilled for launch in launches}
-    return [f"{launch}: {spilled} bytes" for launch, spilled in found.items() if spilled > LIMIT]

@@ -46,6 +46,11 @@ def spilling(monkeypatch, target: str, config, call) -> list[str]:
     with lowering_for(KINDS[target]):
         launches = compiler.launches(monkeypatch, _launch, partial(call, config))
     assert launches
+    return over_the_limit(launches, target)
+
+
+def over_the_limit(launches, target: str) -> list[str]:
+    """Descriptions of the launches that spill more than the limit."""
     found = {launch: compiler.binary(launch, compiler.TARGETS[target]).spilled for launch in launches}
     return [f"{launch}: {spilled} bytes" for launch, spilled in found.items() if spilled > LIMIT]
 
