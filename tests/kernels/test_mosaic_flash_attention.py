@@ -6,6 +6,7 @@ import pytest
 from programs import all_equations
 
 import ejkernel
+from ejkernel.kernels._pallas.gpu._inline.products import product
 from ejkernel.kernels._pallas.gpu.flash_attention import (
     SHORT,
     flash_attention,
@@ -56,7 +57,8 @@ def products(spec: FlashAttentionSpec, segments: bool = False) -> int:
         x = x._replace(q_segment_ids=ids, kv_segment_ids=ids)
     (config, *_) = space("flash_attention", x, spec, HOPPER)
     program = jax.make_jaxpr(lambda x: flash_attention(*x, spec=spec, config=config))(x)
-    return sum(equation.primitive.name == "wgmma_ref" for equation in all_equations(program))
+    emitted = [equation.params.get("mgpu_fn") for equation in all_equations(program)]
+    return sum(emit is not None and emit.__qualname__.startswith(f"{product.__name__}.") for emit in emitted)
 
 
 def test_masks_of_two_sides_add_no_products():

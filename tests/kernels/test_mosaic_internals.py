@@ -46,7 +46,7 @@ PRIVATE = {
     "vector": ("jaxlib/mlir/dialects/_vector_ops_gen.py",),
 }
 # jax.numpy, numpy and JAX are public; the types of `ir` are in no source text.
-PUBLIC = {"jnp", "np", "Array", "ir", "Any", "Sequence", "reduce"}
+PUBLIC = {"jnp", "np", "Array", "ir", "Any", "Callable", "Iterator", "NamedTuple", "Sequence", "reduce"}
 INLINE = [ast.parse(file.read_text()) for file in sorted(Path(_internals.__file__).with_name("_inline").glob("*.py"))]
 
 

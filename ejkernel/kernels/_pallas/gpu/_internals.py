@@ -25,7 +25,7 @@ _USED = {
         "def registers_shape",
         "def mlir_dtype",
     ),
-    "jax/experimental/mosaic/gpu/utils.py": ("def memref_ptr(", "def warpgroup_barrier("),
+    "jax/experimental/mosaic/gpu/utils.py": ("def bytewidth(", "def memref_ptr(", "def warpgroup_barrier("),
     "jax/experimental/pallas/mosaic_gpu.py": (
         "inline_mgpu",
         "RefType",
@@ -34,8 +34,15 @@ _USED = {
         "SwizzleTransform",
         "TilingTransform",
         "commit_smem",
+        "layout_cast",
     ),
-    "jax/_src/pallas/mosaic_gpu/core.py": ("def to_mgpu(", "WGMMA =", "WGMMA_8BIT =", "WG_SPLAT ="),
+    "jax/_src/pallas/mosaic_gpu/core.py": (
+        "def to_mgpu(",
+        "WGMMA =",
+        "WGMMA_8BIT =",
+        "WG_SPLAT =",
+        "_WGMMA_ACC_32BIT =",
+    ),
     "jaxlib/mlir/dialects/_arith_enum_gen.py": ("class CmpIPredicate",),
     "jaxlib/mlir/dialects/_arith_ops_gen.py": (
         "def addf(",

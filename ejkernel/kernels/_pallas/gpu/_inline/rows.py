@@ -15,16 +15,28 @@ from .registers import PER_ROW, ROWS, SPLAT, THREADS, WGMMA
 TILE_COLUMNS, TILE_ROWS = 64, 8
 
 
+def swizzle_of(tile: Any) -> int:
+    """Bytes of the swizzle of a tile in shared memory."""
+    (swizzle,) = (transform.swizzle for transform in tile.transforms if hasattr(transform, "swizzle"))
+    return swizzle
+
+
+def type_of_tile(tile: Any) -> Any:
+    """The type of a tile in shared memory that has a swizzle, and tiles of 8 rows."""
+    swizzle = swizzle_of(tile)
+    tiling = plgpu.TilingTransform((TILE_ROWS, swizzle // tile.dtype.itemsize))
+    return plgpu.RefType((tiling, plgpu.SwizzleTransform(swizzle)))
+
+
 def store_tile(target: Any, tile: Array) -> None:
     """target = tile, in shared memory; target [rows, columns] has a swizzle, and tiles of 8 rows.
 
     `target[...] = tile` of Pallas also loads what `target` held. Lowering that takes as long as the store, and LLVM
     does not remove an `ldmatrix` whose result is unused.
     """
-    (swizzle,) = (transform.swizzle for transform in target.transforms if hasattr(transform, "swizzle"))
-    transforms = plgpu.TilingTransform((TILE_ROWS, swizzle // tile.dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
+    swizzle = swizzle_of(target)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), WGMMA))
+    @plgpu.inline_mgpu(arg_types=(type_of_tile(target), WGMMA))
     def emit(_, target, tile):
         tile.store_tiled(target, swizzle=swizzle)
 
@@ -75,8 +87,7 @@ def zero_chosen_rows(tile: Any, chosen: Any, first: Array) -> None:
     a time within a row.
     """
     rows, columns = tile.shape[-2:]
-    (swizzle,) = (transform.swizzle for transform in tile.transforms if hasattr(transform, "swizzle"))
-    transforms = plgpu.TilingTransform((TILE_ROWS, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    swizzle = swizzle_of(tile)
     part_bytes, parts = TILE_ROWS * swizzle, 2 * columns // swizzle
     places = (part * part_bytes + chunk for part in range(parts) for chunk in range(0, swizzle, 16))
     text = f"""{{
@@ -93,7 +104,7 @@ def zero_chosen_rows(tile: Any, chosen: Any, first: Array) -> None:
         {" ".join(f"@p st.shared.v4.b32 [a + {place}], {{z, z, z, z}};" for place in places)}
     }}"""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.RefType(), SPLAT))
+    @plgpu.inline_mgpu(arg_types=(type_of_tile(tile), plgpu.RefType(), SPLAT))
     def emit(_, tile, chosen, first):
         i32, i64, void = (*map(ir.IntegerType.get_signless, (32, 64)), ir.Type.parse("!llvm.void"))
         operands = [llvm.ptrtoint(i32, utils.memref_ptr(tile)), llvm.ptrtoint(i64, utils.memref_ptr(chosen))]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,15 +9,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .._inline.products import Term, awaited, in_flight, product
 from .._inline.registers import BITS, where_bits
 from .._inline.rows import store_rows, store_tile
 from .._launch import (
     PER_COLUMN,
     ROWS,
-    accumulator,
+    WGMMA,
     arrive,
-    broadcast_columns,
     either,
+    full,
     load_vector,
     opaque_barrier,
     opaque_copy,
@@ -57,9 +57,9 @@ def _accumulate(
     kv_tiles = tiles.k, tiles.v
     plgpu.set_max_registers(REGISTERS, action="increase")
     plgpu.barrier_wait(tiles.kv_full)
-    widths = (kv_tiles[array].columns[-1].stop for array in arrays)
+    zeros = (full((ROWS, kv_tiles[array].columns[-1].stop), 0.0, in_flight(jnp.float32)) for array in arrays)
     keys = key_tile(plan, mask_info, softmax_scale)
-    found = pl.run_scoped(partial(of, plan, keys, pairs, tiles), *(accumulator(ROWS, width) for width in widths))
+    found = awaited(0, *of(plan, keys, pairs, tiles, *zeros))
     sync(DONE, WARPGROUPS)
     place = place_of(plan)  # computed again, for a mainloop without a mask has no registers for it
     scale = plan.problem.scale if softmax_scale is None else softmax_scale[place[2], place[1]]
@@ -117,34 +117,28 @@ def _compute_p(
         ok = visible(view, block * plan.block_q + part.start, exponents.shape, uneven_keys, problem)
         return jnp.where(ok, exponents, -jnp.inf)
 
-    def scoped(s):
-        start = broadcast_columns(load_vector(tiles.start.at[stage, part], PER_COLUMN), s)
-        if plan.bias:
-            bias = transposed_bias(tiles.bias.parts[0].at[stage, key_block, part], problem.scale)
-            s[...] = bias + start if problem.softcap is None else bias
-        elif problem.softcap is None:
-            s[...] = start
-        for of_k, of_q in zip(tiles.k.parts, tiles.q.parts, strict=True):
-            plgpu.wgmma(s, of_k.at[key_block], of_q.at[stage, part].T)
-        t = logits(s[...], problem)
-        exponents = t * problem.exponent + (0 if problem.softcap is None else start)
-        if plan.mask:
-            exponents = where_bits(words, exponents)
-        elif uneven_keys or problem.cut:
-            # Wide accumulators leave no registers for the scalars of the tile, so these are computed again.
-            tile = key_tile(plan, mask_info) if plan.wide else keys
-            block_range, (block, _) = tile.block_range(), tile.place(step)
-            place = tile.step_of_tile(step) if plan.listed else block
-            whole = (place >= block_range.full_begin) & (place < block_range.full_end)
-            if uneven_keys:
-                whole &= tile.first + plan.keys <= problem.K
-            keep = lambda: exponents
-            exponents = either(whole, keep, lambda: masked(exponents, tile, block), unused=keep)
-        p = weights_of_lse(exponents)
-        weights = (p,) if problem.softcap is None else (p, _sloped(p, t, plan))
-        return tuple(x.astype(problem.dtype) for x in weights)
-
-    weights = lax.optimization_barrier(pl.run_scoped(scoped, _square(part)))
+    start = _of_queries(tiles.start.at[stage, part])
+    first = start if problem.softcap is None else jnp.zeros(start.shape)
+    if plan.bias:
+        first += transposed_bias(tiles.bias.parts[0].at[stage, key_block, part], problem.scale)
+    (products,) = awaited(0, product(first, _terms(tiles.k.parts, tiles.q.parts, key_block, stage, part)))
+    t = logits(products, problem)
+    exponents = t * problem.exponent + (0 if problem.softcap is None else start)
+    if plan.mask:
+        exponents = where_bits(words, exponents)
+    elif uneven_keys or problem.cut:
+        # Wide accumulators leave no registers for the scalars of the tile, so these are computed again.
+        tile = key_tile(plan, mask_info) if plan.wide else keys
+        block_range, (block, _) = tile.block_range(), tile.place(step)
+        place = tile.step_of_tile(step) if plan.listed else block
+        whole = (place >= block_range.full_begin) & (place < block_range.full_end)
+        if uneven_keys:
+            whole &= tile.first + plan.keys <= problem.K
+        keep = lambda: exponents
+        exponents = either(whole, keep, lambda: masked(exponents, tile, block), unused=keep)
+    p = weights_of_lse(exponents)
+    weights = (p,) if problem.softcap is None else (p, _sloped(p, t, plan))
+    weights = lax.optimization_barrier(tuple(x.astype(problem.dtype) for x in weights))
     return weights[0], weights[-1]
 
 
@@ -166,17 +160,30 @@ def _words(
     return pairs.words(keys.batch, head, row, words, part.stop - part.start)
 
 
-def _issue_dp(key_block: Array | int, tiles: Shared, stage: Array, part: slice, dp) -> None:
-    """Issues the product dp − delta = do·vᵀ − delta."""
-    dp[...] = broadcast_columns(load_vector(tiles.delta.at[stage, part], PER_COLUMN), dp)
-    for of_v, of_do in zip(tiles.v.parts, tiles.do.parts, strict=True):
-        plgpu.wgmma(dp, of_v.at[key_block], of_do.at[stage, part].T)
+def _of_queries(vector: Any) -> Array:
+    """A number for each of a part of a step's queries, for all keys."""
+    numbers = lax.broadcast_in_dim(load_vector(vector, PER_COLUMN), (ROWS, vector.shape[0]), [1])
+    return plgpu.layout_cast(numbers, WGMMA)
 
 
-def _issue_gradient(acc, weights: Array, operand: Tiles, stage: Array, part: slice) -> None:
-    """Issues dv += p·do or dk += ds·q for a part of a step's queries."""
-    for of_acc, tile in zip(operand.columns_of(acc), operand.parts, strict=True):
-        plgpu.wgmma(of_acc, weights, tile.at[stage, part])
+def _terms(
+    of_keys: Sequence[Any], of_queries: Sequence[Any], key_block: Array | int, stage: Array, part: slice
+) -> list[Term]:
+    """k·qᵀ or v·doᵀ of 64 keys and a part of a step's queries."""
+    parts = zip(of_keys, of_queries, strict=True)
+    return [Term(x.at[key_block], y.at[stage, part], transposed_b=True) for x, y in parts]
+
+
+def _issue_dp(key_block: Array | int, tiles: Shared, stage: Array, part: slice) -> Array:
+    """Begins dp − delta = v·doᵀ − delta."""
+    terms = _terms(tiles.v.parts, tiles.do.parts, key_block, stage, part)
+    return product(_of_queries(tiles.delta.at[stage, part]), terms)  # of −delta
+
+
+def _issue_gradient(acc: Array, weights: Array, operand: Tiles, stage: Array, part: slice) -> Array:
+    """Begins dv + p·do or dk + ds·q for a part of a step's queries."""
+    parts = zip(operand.parts, operand.columns_of_sums, strict=True)
+    return product(acc, [Term(weights, tile.at[stage, part], columns=columns) for tile, columns in parts])
 
 
 def _store_ds(ds: Array, key_block: Array | int, tiles: Shared, step: Array, part: slice, plan: Plan) -> None:
@@ -190,18 +197,15 @@ def _store_ds(ds: Array, key_block: Array | int, tiles: Shared, step: Array, par
         arrive(plan.ds_full + stage, plan.key_blocks + 1)
 
 
-def _square(part: slice):
-    return accumulator(ROWS, part.stop - part.start)
-
-
 # ---- The warpgroups: each returns the gradients of its keys after all steps, dk without the scale
 
 
-def dk_dv_consumer(plan: Plan, keys: KeyTile, pairs: Pairs | None, tiles: Shared, dk, dv):
+def dk_dv_consumer(plan: Plan, keys: KeyTile, pairs: Pairs | None, tiles: Shared, dk: Array, dv: Array):
     """Accumulates dk and dv of this warpgroup's own 64 keys; for k and v of at most 320 columns together."""
     number = lax.axis_index("warpgroup")
 
-    def compute(step, _):
+    def compute(step, gradients):
+        dk, dv = gradients
         stage = stage_of(step, plan.stages)
         plgpu.barrier_wait(tiles.q_full.at[stage])
         for part in plan.parts:
@@ -211,64 +215,57 @@ def dk_dv_consumer(plan: Plan, keys: KeyTile, pairs: Pairs | None, tiles: Shared
                 plgpu.barrier_wait(tiles.do_full.at[stage])
 
             opaque_barrier(p)
-
-            def scoped(dp, key_block=key_block, part=part, p=p, p_sloped=p_sloped):
-                _issue_dp(key_block, tiles, stage, part, dp)
-                _issue_gradient(dv, p, tiles.do, stage, part)
-                dp = plgpu.wgmma_accumulator_load(dp, wait_n=len(tiles.do.parts))
-                return (p_sloped.astype(jnp.float32) * dp).astype(plan.problem.dtype)
-
-            ds = pl.run_scoped(scoped, _square(part))
-            _issue_gradient(dk, ds, tiles.q, stage, part)
+            dp = _issue_dp(key_block, tiles, stage, part)
+            dv = _issue_gradient(dv, p, tiles.do, stage, part)
+            (dp,) = awaited(1, dp)
+            ds = (p_sloped.astype(jnp.float32) * dp).astype(plan.problem.dtype)
+            dk = _issue_gradient(dk, ds, tiles.q, stage, part)
             _store_ds(ds, key_block, tiles, step, part, plan)
             plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)
+        return dk, dv
 
-    lax.fori_loop(0, keys.steps(), compute, None)
-    return dk[...], dv[...]
+    return lax.fori_loop(0, keys.steps(), compute, (dk, dv))
 
 
-def dv_consumer(plan: Plan, keys: KeyTile, pairs: Pairs | None, tiles: Shared, dv):
+def dv_consumer(plan: Plan, keys: KeyTile, pairs: Pairs | None, tiles: Shared, dv: Array):
     """Accumulates dv of the 64 keys that both consumers share, and passes p to the other through shared memory."""
     (part,) = plan.parts
 
-    def compute(step, _):
+    def compute(step, dv):
         stage = stage_of(step, plan.stages)
         plgpu.barrier_wait(tiles.q_full.at[stage])
         p, p_sloped = _compute_p(plan, 0, keys, pairs, tiles, step, part)
         plgpu.barrier_wait(tiles.do_full.at[stage])
-        _issue_gradient(dv, p, tiles.do, stage, part)
+        dv = _issue_gradient(dv, p, tiles.do, stage, part)
         pl.when(step > 0)(lambda: sync(P_EMPTY, 2))
         store_tile(tiles.p.at[0], p_sloped)
         arrive(P_FULL, 2)
         plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)
+        return dv
 
-    lax.fori_loop(0, keys.steps(), compute, None)
-    return (dv[...],)
+    return (lax.fori_loop(0, keys.steps(), compute, dv),)
 
 
-def dk_consumer(plan: Plan, keys: KeyTile, pairs: Pairs | None, tiles: Shared, dk):
+def dk_consumer(plan: Plan, keys: KeyTile, pairs: Pairs | None, tiles: Shared, dk: Array):
     """Accumulates dk of the 64 keys that both consumers share, with p from the other through shared memory."""
     (part,), last = plan.parts, keys.steps() - 1
 
-    def compute(step, _):
+    def compute(step, dk):
         stage = stage_of(step, plan.stages)
         plgpu.barrier_wait(tiles.do_full.at[stage])
-
-        def scoped(dp):
-            _issue_dp(0, tiles, stage, part, dp)
-            sync(P_FULL, 2)
-            p = tiles.p[0]
-            pl.when(step < last)(lambda: arrive(P_EMPTY, 2))
-            return (p.astype(jnp.float32) * dp[...]).astype(plan.problem.dtype)
-
-        ds = pl.run_scoped(scoped, _square(part))
+        dp = _issue_dp(0, tiles, stage, part)
+        sync(P_FULL, 2)
+        p = tiles.p[0]
+        pl.when(step < last)(lambda: arrive(P_EMPTY, 2))
+        (dp,) = awaited(0, dp)
+        ds = (p.astype(jnp.float32) * dp).astype(plan.problem.dtype)
         plgpu.barrier_wait(tiles.q_full.at[stage])
-        _issue_gradient(dk, ds, tiles.q, stage, part)
+        dk = _issue_gradient(dk, ds, tiles.q, stage, part)
         _store_ds(ds, 0, tiles, step, part, plan)
         plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)
+        return dk
 
-    lax.fori_loop(0, keys.steps(), compute, None)
-    return (dk[...],)
+    return (lax.fori_loop(0, keys.steps(), compute, dk),)

@@ -15,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._inline.barriers import await_rank, count_of, count_up
+from .._inline.products import Term, awaited, product
 from .._inline.rows import store_tile
-from .._launch import ROWS, accumulator, arrive, stage_of, sync
+from .._launch import ROWS, arrive, stage_of, sync
 from .backward_plan import DONE, Q_EMPTY, WARPGROUPS, Plan, Shared
 from .hidden_rows import load_visible
 from .key_tile import KeyTile, key_tile
@@ -151,18 +152,16 @@ def _accumulate_dq(
         squares = itertools.product(range(0, plan.block_q, ROWS), _columns_of_k(chunk, plan))
         for n, (row, (part, columns, features)) in enumerate(squares):
             rows, k_tile = slice(row, row + ROWS), tiles.k.parts[part]
-
-            begins = n == 0 and chunk == plan.dq_chunks[0]
-
-            def product(acc, rows=rows, k_tile=k_tile, columns=columns, begins=begins):
-                for key_block in range(plan.key_blocks):
-                    plgpu.wgmma(acc, tiles.ds.at[stage, key_block, :, rows].T, k_tile.at[key_block, :, columns])
-                if begins and under_first_product is not None:
-                    under_first_product()
-                return acc[...]
-
-            square = pl.run_scoped(product, accumulator(ROWS, columns.stop - columns.start))
-            if n == 0 and not (begins and under_first_product is not None):
+            of_keys = [
+                Term(tiles.ds.at[stage, key_block, :, rows], k_tile.at[key_block, :, columns], transposed_a=True)
+                for key_block in range(plan.key_blocks)
+            ]
+            square = product(jnp.zeros((ROWS, columns.stop - columns.start)), of_keys)
+            begins = n == 0 and chunk == plan.dq_chunks[0] and under_first_product is not None
+            if begins:
+                under_first_product()
+            (square,) = awaited(0, square)
+            if n == 0 and not begins:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             width = features.stop - features.start
             of_square = dq_tile.at[rows, features.start - chunk.start : features.stop - chunk.start]

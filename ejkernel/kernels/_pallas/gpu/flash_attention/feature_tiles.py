@@ -29,9 +29,10 @@ class Tiles(NamedTuple):
         ends = list(itertools.accumulate(part.shape[-1] for part in self.parts))
         return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
-    def columns_of(self, acc: Any) -> list[Any]:
-        """The columns of an accumulator that belong to each part."""
-        return [acc] if len(self.parts) == 1 else [acc.at[:, columns] for columns in self.columns]
+    @property
+    def columns_of_sums(self) -> list[slice | None]:
+        """The columns of an accumulator that belong to each part; None: all."""
+        return [None] if len(self.parts) == 1 else self.columns
 
     def copied(self, features: int) -> list[pl.Slice]:
         """The features of an array that belong to each part, as TMA copies them: the last may end beyond the array."""

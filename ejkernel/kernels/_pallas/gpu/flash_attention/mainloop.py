@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import ROWS, WGMMA, accumulator, arrive, either, full, load_vector, stage_of, times_rows
+from .._inline.products import Term, awaited, product
+from .._launch import ROWS, WGMMA, arrive, either, full, load_vector, stage_of, times_rows
 from .block_softmax import block_inputs, block_of, block_weights, exponent_of, hidden_logits, with_bias
 from .consumer_tile import ConsumerTile, Shared
 from .plan import PING_PONG, REGISTERS, Plan
@@ -75,16 +76,11 @@ def _has_tile(work_tiles: Array | TileQueue, n: Array) -> Array:
 
 def prologue(shared: Shared, tile: ConsumerTile, plan: Plan) -> Carry:
     """q·kᵀ and the softmax of the first block of keys of the first work tile."""
-
-    def product(qk):
-        plan.ping_pong(tile.number, lambda: _issue_qk(qk, shared, tile, q, 0))
-        return qk[...]
-
     plgpu.barrier_wait(shared.q_full.at[0])
     q = _in_registers(tile, plan)
     plgpu.barrier_wait(shared.k_full.at[0])
     inputs = block_inputs(tile, 0, plan, masked=True)
-    products = pl.run_scoped(product, accumulator(ROWS, plan.block_k, plan.sums))
+    (products,) = awaited(0, plan.ping_pong(tile.number, lambda: _issue_qk(shared, tile, q, 0, plan)))
     products = with_bias(products, shared, tile, 0, plan)
     p, statistics, _ = block_weights(products, tile, tile.start, 0, inputs, plan)
     arrive(plan.k_empty, plan.warpgroups)
@@ -120,7 +116,7 @@ def mainloop(
         def logits_of(products):
             return hidden_logits(with_bias(products, shared, tile, step + i - 1, plan), tile, i, inputs, masked, plan)
 
-        acc, s = products_of(logits_of, plan.logits)
+        acc, s = products_of(logits_of)
         has_mask = plan.bias or plan.mask or masked is not False
         limits = inputs.unit.p_scale_log2, plan.limits, plan.operand, has_mask
         capped = plan.problem if plan.tanh_by_polynomial else None
@@ -146,8 +142,7 @@ def mainloop(
         last = stage_of(step - 1, plan.stages)
         values_of_last(last)
 
-        issue = lambda acc: plan.ping_pong(tile.number, lambda: _issue_pv(acc, shared, p, last, plan))
-        acc = pl.run_state(issue)(plgpu.ACC.init(acc))
+        (acc,) = awaited(0, plan.ping_pong(tile.number, lambda: _issue_pv(acc, shared, p, last, plan)))
         return acc, p, statistics, q
 
     if plan.persistent:
@@ -173,40 +168,29 @@ def _products(
     values: Callable[[Array], None],
     plan: Plan,
     before_wait: Callable[[Array], Array] = lambda products: products,
-    dtype: Any = None,
 ) -> tuple[Array, Array]:
     """acc + p·v of the previous block, and q·kᵀ of this one; waits for both, as the next p reuses the registers of p.
 
-    `before_wait` is what is computed of q·kᵀ before the wait for p·v, and `dtype` that of its result: ptxas begins the
-    softmax before that wait, but not if a branch is between them.
-    `values(stage)` waits for the values of the previous block. Where it overwrites some of them with zeros, it is
-    called before a product is issued.
+    `before_wait` is what is computed of q·kᵀ before the wait for p·v: ptxas begins the softmax before that wait, but
+    not if a branch is between them. `values(stage)` waits for the values of the previous block. Where it overwrites
+    some of them with zeros, it is called before a product is issued.
     """
     stage, previous = stage_of(step, plan.stages), stage_of(step - 1, plan.stages)
     plgpu.barrier_wait(shared.k_full.at[stage])
     if tile.zero_hidden is not None:
         values(previous)
 
-    def both(refs):
-        acc, products = refs
+    def issue():
+        qk = _issue_qk(shared, tile, q, stage, plan)
+        if tile.zero_hidden is None:
+            values(previous)
+        return qk, _issue_pv(acc, shared, p, previous, plan)
 
-        def issue(qk):
-            _issue_qk(qk, shared, tile, q, stage)
-            if tile.zero_hidden is None:
-                values(previous)
-            _issue_pv(acc, shared, p, previous, plan)
-
-        def scoped(qk):
-            plan.ping_pong(tile.number, lambda: issue(qk))
-            qk = plgpu.wgmma_accumulator_load(qk, wait_n=len(shared.v.parts))
-            arrive(plan.k_empty + stage, plan.warpgroups)
-            products[...] = before_wait(qk)
-            plgpu.wgmma_wait(0)
-
-        pl.run_scoped(scoped, accumulator(ROWS, plan.block_k, plan.sums))
-
-    products = full((ROWS, plan.block_k), 0.0, WGMMA, plan.sums if dtype is None else dtype)
-    acc, products = pl.run_state(both)((plgpu.ACC.init(acc), products))
+    qk, pv = plan.ping_pong(tile.number, issue)
+    (products,) = awaited(1, qk)
+    arrive(plan.k_empty + stage, plan.warpgroups)
+    products = before_wait(products)
+    (acc,) = awaited(0, pv)
     arrive(plan.v_empty + previous, plan.warpgroups)
     return acc, products
 
@@ -218,11 +202,15 @@ def _await_values(shared: Shared, tile: ConsumerTile, block: Callable[[], Array]
         tile.zero_hidden(stage, block())
 
 
-def _issue_qk(qk: Any, shared: Shared, tile: ConsumerTile, q: Array | None, stage: Array | int) -> None:
-    for q_part, k_part in zip(tile.q if q is None else [q], shared.k.parts, strict=True):
-        plgpu.wgmma(qk, q_part, k_part.at[stage].T)
+def _issue_qk(shared: Shared, tile: ConsumerTile, q: Array | None, stage: Array | int, plan: Plan) -> Array:
+    """Begins q·kᵀ."""
+    parts = zip(tile.q if q is None else [q], shared.k.parts, strict=True)
+    terms = [Term(q_part, k_part.at[stage], transposed_b=True, stationary_a=True) for q_part, k_part in parts]
+    return product(jnp.zeros((ROWS, plan.block_k), plan.sums), terms)
 
 
-def _issue_pv(acc: Any, shared: Shared, p: Array, stage: Array, plan: Plan) -> None:
-    for acc_part, v_part in zip(shared.v.columns_of(acc), shared.v.parts, strict=True):
-        plgpu.wgmma(acc_part, p, plan.values(v_part.at[stage]))
+def _issue_pv(acc: Array, shared: Shared, p: Array, stage: Array, plan: Plan) -> Array:
+    """Begins acc + p·v; in e4m3 the keys of v are innermost."""
+    parts = zip(shared.v.parts, shared.v.columns_of_sums, strict=True)
+    terms = [Term(p, v_part.at[stage], transposed_b=plan.e4m3, columns=columns) for v_part, columns in parts]
+    return product(acc, terms)

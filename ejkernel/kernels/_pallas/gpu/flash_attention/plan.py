@@ -104,11 +104,6 @@ class Plan:
         return jnp.float16 if self.e4m3 else jnp.float32
 
     @property
-    def logits(self) -> Any:
-        """The dtype of the logits, which a softcap needs in float32."""
-        return self.sums if self.problem.softcap is None else jnp.float32
-
-    @property
     def tanh_by_polynomial(self) -> bool:
         """Whether a block without a mask has its softcap by `powers_of_softcap`, whose coefficients are in range."""
         softcap = self.problem.softcap
@@ -157,11 +152,12 @@ class Plan:
         """The number of work tiles of this thread block."""
         return self.scheduler.work_tiles(lax.axis_index("block"), longest_first)
 
-    def ping_pong(self, number: Array, begin: Callable[[], None]) -> None:
+    def ping_pong(self, number: Array, begin: Callable[[], Any]) -> Any:
         """Waits for this consumer's ping-pong barrier, issues its products, and signals the next consumer."""
         sync(PING_PONG + number, 2)
-        begin()
+        products = begin()
         arrive(PING_PONG + stage_of(number + 1, self.consumers), 2)
+        return products
 
     def block_range(self, first: Array, head: Array, batch: Array, mask_info: MaskInfo | None) -> BlockRanges:
         if mask_info is not None:
@@ -189,7 +185,3 @@ class Plan:
     def values_widest(self) -> int:
         """The widest row of v in shared memory: a product sums over as many keys at a time as a row has features."""
         return row_width(self.block_k)
-
-    def values(self, tile: Any) -> Any:
-        """A block of v as the product with p takes it: in e4m3 the keys are innermost."""
-        return tile.T if self.e4m3 else tile

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import ROWS, WGMMA, accumulator, arrive, broadcast_rows, full, opaque_copy, stage_of
+from .._inline.products import Term, awaited, product
+from .._launch import ROWS, WGMMA, arrive, broadcast_rows, full, opaque_copy, stage_of
 from . import plan as forward_plan
 from .configs import MOST_BESIDE_Q
 from .plan import Q_EMPTY
@@ -133,12 +133,17 @@ class Rows:
         """The tile of this warpgroup; its address is recomputed at every step, to save registers."""
         return tiles.at[opaque_copy(lax.axis_index("warpgroup"))]
 
-    def ping_pong(self, begin: Callable[[], None]) -> None:
-        self.plan.ping_pong(lax.axis_index("warpgroup"), begin)
+    def ping_pong(self, begin: Callable[[], Any]) -> Any:
+        return self.plan.ping_pong(lax.axis_index("warpgroup"), begin)
 
-    def plus(self, acc: Array, a: Any, b: Any) -> Array:
+    def plus(self, acc: Array, term: Term) -> Array:
         """acc + a·b, issued in ping-pong."""
-        return pl.run_state(lambda acc: self.ping_pong(lambda: plgpu.wgmma(acc, a, b)))(plgpu.ACC.init(acc))
+        return awaited(0, self.ping_pong(lambda: product(acc, [term])))[0]
+
+    @property
+    def zeros(self) -> Array:
+        """The accumulator of a product with a block of keys."""
+        return jnp.zeros((ROWS, self.plan.block_k))
 
     def weights(self, s: Array, step: Array, masked: bool) -> tuple[Array, ...]:
         """p, and with a softcap p times its slope 1 − t², where softcap·t is the logit."""
@@ -170,12 +175,11 @@ class Rows:
 def accumulate(rows: Rows) -> Sums:
     """The sums of rows whose q is in registers: products with keys run beside those with the values before them."""
     plan, problem = rows.plan, rows.plan.problem
-    square, zeros = accumulator(ROWS, plan.block_k), full((ROWS, plan.block_k), 0.0, WGMMA)
     operands = lambda *weights: [x.astype(problem.dtype) for x in weights]
 
     def weigh(s, s_dot, sums, step, masked):
         """p, p·ṡ rounded, and the sums of p·ṡ with it."""
-        _, moved, rounded_moved = sums
+        moved, rounded_moved = sums
         weights = rows.weights(s, step, masked)
         p_dot = rows.moved(weights[-1], s_dot, step, masked)
         rounded = _rounded(p_dot, problem.dtype)
@@ -186,93 +190,80 @@ def accumulate(rows: Rows) -> Sums:
             rounded_moved + thread_partial_row_sums(rounded),
         )
 
-    def first(s, s_dot):
-        rows.ping_pong(lambda: _issue_qk(rows, s, s_dot, jnp.int32(0)))
-        return s[...], s_dot[...]
-
     def compute(step, carry, masked):
-        sums, p, p_dot = carry
+        (acc, *moved), p, p_dot = carry
 
-        def both(refs):
-            acc, *results = refs
+        def issue():
+            qk = _issue_qk(rows, step)
+            return qk, _issue_pv(rows, acc, p, p_dot, step - 1)
 
-            def begin(s, s_dot):
-                _issue_qk(rows, s, s_dot, step)
-                _issue_pv(rows, acc, p, p_dot, step - 1)
-
-            def scoped(s, s_dot):
-                rows.ping_pong(lambda: begin(s, s_dot))
-                of_values = rows.moves + rows.values_move
-                products = [plgpu.wgmma_accumulator_load(x, wait_n=of_values) for x in (s, s_dot)]
-                rows.release(("k", "k_dot"), step)
-                for ref, value in zip(results, weigh(*products, sums, step, masked), strict=True):
-                    ref[...] = value
-                plgpu.wgmma_wait(0)
-
-            pl.run_scoped(scoped, square, square)
-
-        acc, p, p_dot, *moved = pl.run_state(both)((plgpu.ACC.init(sums.acc), zeros, zeros, *sums[1:]))
+        qk, pv = rows.ping_pong(issue)
+        products = awaited(1, *qk)
+        rows.release(("k", "k_dot"), step)
+        p, p_dot, *moved = weigh(*products, moved, step, masked)
+        (acc,) = awaited(0, pv)
         rows.release(("v", "v_dot"), step - 1)
         return Sums(acc, *moved), *operands(p, p_dot)
 
-    sums, products = Sums.zeros(problem.V), pl.run_scoped(first, square, square)
+    acc, *moved = Sums.zeros(problem.V)
+    products = awaited(0, *rows.ping_pong(lambda: _issue_qk(rows, jnp.int32(0))))
     rows.release(("k", "k_dot"), jnp.int32(0))
-    p, p_dot, *moved = weigh(*products, sums, jnp.int32(0), masked=True)
-    carry = Sums(sums.acc, *moved), *operands(p, p_dot)
+    p, p_dot, *moved = weigh(*products, moved, jnp.int32(0), masked=True)
+    carry = Sums(acc, *moved), *operands(p, p_dot)
     (acc, *moved), p, p_dot = after_first(rows.block_range, compute, carry, problem)
     arrive(Q_EMPTY, plan.warpgroups)
     last = rows.block_range.end - rows.block_range.begin - 1
-    begin = lambda acc: rows.ping_pong(lambda: _issue_pv(rows, acc, p, p_dot, last))
-    return Sums(pl.run_state(begin)(plgpu.ACC.init(acc)), *moved)
+    (acc,) = awaited(0, rows.ping_pong(lambda: _issue_pv(rows, acc, p, p_dot, last)))
+    return Sums(acc, *moved)
 
 
-def _issue_qk(rows: Rows, s: Any, s_dot: Any, step: Array) -> None:
-    k = rows.tile("k", step)
-    plgpu.wgmma(s, rows.q, k.T)
+def _issue_qk(rows: Rows, step: Array) -> tuple[Array, Array]:
+    """Begins q·kᵀ, and its tangent q̇·kᵀ + q·k̇ᵀ."""
+    k, terms = rows.tile("k", step), []
+    s = product(rows.zeros, [Term(rows.q, k, transposed_b=True)])
     if rows.q_dot is not None:
-        plgpu.wgmma(s_dot, rows.q_dot, k.T)
+        terms.append(Term(rows.q_dot, k, transposed_b=True))
     if rows.keys_move:
-        plgpu.wgmma(s_dot, rows.q, rows.tile("k_dot", step).T)
+        terms.append(Term(rows.q, rows.tile("k_dot", step), transposed_b=True))
+    return s, product(rows.zeros, terms) if terms else rows.zeros
 
 
-def _issue_pv(rows: Rows, acc: Any, p: Array, p_dot: Array, step: Array) -> None:
-    v = rows.tile("v", step)
+def _issue_pv(rows: Rows, acc: Array, p: Array, p_dot: Array, step: Array) -> Array:
+    """Begins acc + p·ṡ·v + p·v̇."""
+    v, terms = rows.tile("v", step), []
     if rows.moves:
-        plgpu.wgmma(acc, p_dot, v)
+        terms.append(Term(p_dot, v))
     if rows.values_move:
-        plgpu.wgmma(acc, p, rows.tile("v_dot", step))
+        terms.append(Term(p, rows.tile("v_dot", step)))
+    return product(acc, terms)
 
 
 def accumulate_wide(rows: Rows) -> Sums:
     """The sums of rows for which there are few registers: one product after the other, each in ping-pong."""
-    plan, problem, square = rows.plan, rows.plan.problem, accumulator(ROWS, rows.plan.block_k)
+    plan, problem = rows.plan, rows.plan.problem
 
     def compute(step, sums, masked):
         (acc, moved, rounded_moved), k = sums, rows.tile("k", step)
+        of_keys = lambda q: product(rows.zeros, [Term(rows.own(q), k, transposed_b=True)])
 
-        def begin(s, s_dot):
-            plgpu.wgmma(s, rows.own(rows.q), k.T)
-            if rows.q_dot is not None:
-                plgpu.wgmma(s_dot, rows.own(rows.q_dot), k.T)
+        def begin():
+            return of_keys(rows.q), rows.zeros if rows.q_dot is None else of_keys(rows.q_dot)
 
-        def of_keys(s, s_dot):
-            rows.ping_pong(lambda: begin(s, s_dot))
-            return s[...], s_dot[...]
-
-        s, s_dot = pl.run_scoped(of_keys, square, square)
+        s, s_dot = awaited(0, *rows.ping_pong(begin))
         rows.release(("k",), step)
         if rows.keys_move:
-            s_dot = rows.plus(s_dot, rows.own(rows.q), rows.tile("k_dot", step).T)
+            term = Term(rows.own(rows.q), rows.tile("k_dot", step), transposed_b=True)
+            s_dot = rows.plus(s_dot, term)
             rows.release(("k_dot",), step)
         weights = rows.weights(s, step, masked)
         p_dot = rows.moved(weights[-1], s_dot, step, masked)
         moved += thread_partial_row_sums(p_dot)
         p, p_dot = (lax.optimization_barrier(x.astype(problem.dtype)) for x in (weights[0], p_dot))
         rounded_moved += thread_partial_row_sums(p_dot.astype(jnp.float32))
-        acc = rows.plus(acc, p_dot, rows.tile("v", step))
+        acc = rows.plus(acc, Term(p_dot, rows.tile("v", step)))
         rows.release(("v",), step)
         if rows.values_move:
-            acc = rows.plus(acc, p, rows.tile("v_dot", step))
+            acc = rows.plus(acc, Term(p, rows.tile("v_dot", step)))
             rows.release(("v_dot",), step)
         return Sums(acc, moved, rounded_moved)
 
