@@ -6,7 +6,8 @@ a library in the driver's place that answers for a device of compute capability 
     python -m tests.kernels.mosaic_compiler flash_attention gemma2-9b-local
 
 prints, as JSON, for the forward, the tangent and the backward of a named call what its kernels spill, in bytes, and the
-remarks on serialized products.
+remarks on serialized products. With "anyway" after it, also where the library passes over these kernels because of how
+the plugin assembles them.
 """
 
 import ctypes
@@ -71,7 +72,7 @@ def assembler() -> Path | None:
     return None if found is None else Path(found).parent
 
 
-def reports(folder: Path, operation: str, shape: str) -> dict[str, list[tuple[int, list[str]]]]:
+def reports(folder: Path, operation: str, shape: str, *more: str) -> dict[str, list[tuple[int, list[str]]]]:
     """(bytes of spilled registers, remarks on serialized products) of each kernel in Mosaic GPU of a named call.
 
     They have their heuristic configs; kernels in Triton are left out. "…, deterministic" has that option.
@@ -84,7 +85,7 @@ def reports(folder: Path, operation: str, shape: str) -> dict[str, list[tuple[in
         "JAX_PLATFORMS": "cpu",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
     }
-    command = [sys.executable, "-m", __name__, operation, shape]
+    command = [sys.executable, "-m", __name__, operation, shape, *more]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -140,12 +141,15 @@ def calls(operation: str, shape: str) -> Iterator[tuple[str, Any]]:
             yield f"{call.kernel.name}, deterministic", dataclasses.replace(call, kwargs=kwargs)
 
 
-def main(operation: str, shape: str) -> None:
+def main(operation: str, shape: str, anyway: str = "") -> None:
     """Prints the reports of a named call."""
     import jax
 
+    from ejkernel.kernels._pallas.gpu import _supports
     from ejkernel.kernels._target import lowering_for
 
+    if anyway:
+        _supports.serializes = lambda: None
     found = {}
     with lowering_for(HOPPER):
         for name, call in calls(operation, shape):

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from ejkernel.types import Target
 
+from ._assembler import serializes
 from ._internals import moved
 
 HOPPER = 90
@@ -26,7 +27,7 @@ def refuses_target(target: Target) -> str | None:
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
         return f"the kernels are for compute capability 9.0, not {target.capability}"
-    return moved()
+    return moved() or serializes()
 
 
 def refuses_given(operands: tuple, names: Sequence[str]) -> str | None:
