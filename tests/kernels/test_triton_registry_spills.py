@@ -20,16 +20,11 @@ from .bound import bound_by, written_in
 from .test_triton_compile import KINDS
 from .test_triton_spills import over_the_limit
 
-# The gradients of state spaces in float16, by the kernels of other recurrences, spill 1020 bytes.
-KNOWN = {("state_space_v2", "sm_80", 128, "float16")}
-
 
 def cases() -> list:
     """An operation, a GPU, the features, and the dtype."""
     targets, dtypes = ("sm_80", "sm_90", "sm_100"), ("bfloat16", "float16", "float32")
-    marks = lambda case: pytest.mark.xfail(strict=True, raises=AssertionError) if case in KNOWN else ()
-    found = itertools.product(written_in(Platform.TRITON), targets, (64, 128, 256), dtypes)
-    return [pytest.param(*case, marks=marks(case)) for case in found]
+    return list(itertools.product(written_in(Platform.TRITON), targets, (64, 128, 256), dtypes))
 
 
 @pytest.mark.slow

@@ -106,6 +106,7 @@ ALWAYS = (
     ("sm_90", "recurrence_bwd", "both", 128, "bfloat16"),
     ("sm_80", "recurrence_bwd", "head", 64, "float32"),
     ("sm_80", "gated_delta_rule", 64, "bfloat16", 8192),
+    ("sm_90", "gated_delta_rule_jvp", 128, "bfloat16", 8192),
     ("sm_80", "grouped_matmul_bwd", "many_rows"),
     ("sm_90", "grouped_matmul", "int8"),
 )

@@ -89,12 +89,12 @@ FROM_REGISTERS = {
         *(((SMALLEST, 64, 32, 8, 2, "chunks"),),) * 2,
     ),
 }
-# The same for float16, where a product is computed as three of TF32.
-SMALL, SMALL_8 = (SMALLEST, 32, 32, 4, 2, "chunks"), (SMALLEST, 32, 32, 8, 2, "chunks")
+# The same for float16, where a product is computed as three of TF32; with 32 columns of state the backward spills.
+SMALL, NARROW = (SMALLEST, 32, 32, 4, 2, "chunks"), (SMALLEST, 16, 32, 8, 2, "chunks")
 FLOAT16 = {
     "recurrence": ((MIDDLE,), (MIDDLE,), (MIDDLE,), FORWARD_BY_VALUE, FORWARD_BY_VALUE),
     "recurrence_jvp": ((SMALL,), (SMALL,), ((16, 64, 64, 4, 1, "chunks"), SMALL), TANGENT_BY_VALUE, TANGENT_BY_VALUE),
-    "recurrence_bwd": ((SMALL_8,), (SMALL_8,), (BACKWARD_MIDDLE, SMALL), BACKWARD_BY_VALUE, BACKWARD_BY_VALUE[::-1]),
+    "recurrence_bwd": ((NARROW,), (NARROW,), (BACKWARD_MIDDLE, SMALL), BACKWARD_BY_VALUE, BACKWARD_BY_VALUE[::-1]),
 }
 
 

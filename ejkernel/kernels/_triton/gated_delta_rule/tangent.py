@@ -162,7 +162,8 @@ def tangent_kernel(
     column, head, batch, number, token, tokens, first_chunk = block_of_program(first, length, chunk, COLUMNS, p)
     state = tiles.first_state(start, number, 0, p.D_PAD, column, COLUMNS, p)
     dot = tiles.first_state(start_dot, number, 0, p.D_PAD, column, COLUMNS, p)
-    for c in tl.range(0, (tokens + p.C - 1) // p.C):
+    # Addresses that stay the same are computed in each chunk: kept over the loop they spill other registers.
+    for c in tl.range(0, (tokens + p.C - 1) // p.C, disable_licm=True):
         at, left = token + c * p.C, tokens - c * p.C
         of_chunk = (batch * p.chunks + first_chunk + c) * p.H + head
         h, dh = state.to(p.dtype), dot.to(p.dtype)
