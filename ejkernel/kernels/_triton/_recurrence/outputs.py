@@ -34,7 +34,7 @@ def over_features(
     products, inter_chunk = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, COLUMNS], 0.0, tl.float32)
     gate, G, _, _ = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, ROWS, p)
     row_blocks: tl.constexpr = p.D_PAD // ROWS
-    if p.exact or row_blocks > 2:  # unrolled, the blocks would not fit into registers
+    if p.exact or row_blocks > (1 if p.by_feature else 2):  # unrolled, the blocks would not fit into registers
         for row in tl.range(0, p.D, ROWS):
             products, inter_chunk = add_block(
                 products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, row,
