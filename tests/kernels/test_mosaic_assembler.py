@@ -1,5 +1,7 @@
 """Kernels of Mosaic GPU are passed over where JAX assembles them with nvJitLink, as its CUDA plugin does since 0.12."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import ejkernel
@@ -20,8 +22,8 @@ def machine(monkeypatch, tmp_path):
         for name in installed:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
-        monkeypatch.setattr(_assembler, "_plugin_version", lambda of: version if of == cuda else None)
-        monkeypatch.setattr(_assembler, "_packages", lambda of: tmp_path)
+        plugin = SimpleNamespace(version=version, locate_file=tmp_path.joinpath)
+        monkeypatch.setattr(_assembler, "_plugin", lambda of: plugin if version and of == cuda else None)
         monkeypatch.setattr(_assembler, "_loads", lambda library: library in of_system)
 
     _assembler.serializes.cache_clear()

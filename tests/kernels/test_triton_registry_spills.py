@@ -20,7 +20,7 @@ from .bound import bound_by, written_in
 from .test_triton_compile import KINDS
 from .test_triton_spills import over_the_limit
 
-# In float32 paged attention has the tiles of 16 bits, which spill up to 24 kB; tangents of attention spill 1.6 and 3.4.
+# Paged attention has the tiles of 16 bits in float32 too, and spills; so do the tangents of attention.
 PAGED = ("page_attention", "ragged_page_attention", "ragged_page_attention_v3")
 KNOWN = {(operation, "sm_90", 128, "float32") for operation in ("flash_attention", "flash_mla", *PAGED)}
 

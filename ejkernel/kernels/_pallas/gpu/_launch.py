@@ -109,8 +109,8 @@ def whole_eights(x: Array) -> Array:
     return jnp.pad(x, [(0, -x.shape[1] % 8 if axis == 1 else 0) for axis in range(x.ndim)])
 
 
-def accumulator(rows: int, columns: int, dtype: Any = jnp.float32):
-    return plgpu.ACC((rows, columns), dtype)
+def accumulator(rows: int, columns: int):
+    return plgpu.ACC((rows, columns), jnp.float32)
 
 
 def full(shape: tuple[int, ...], value, layout, dtype: Any = jnp.float32) -> Array:

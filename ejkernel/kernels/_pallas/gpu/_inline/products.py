@@ -66,7 +66,7 @@ def product(acc: Array, terms: Sequence[Term]) -> Array:
         for term, pair in zip(terms, operands, strict=True):
             begin, end = (0, acc.shape[1]) if term.columns is None else (term.columns.start, term.columns.stop)
             of_term = ", ".join(f"${n}" for n in range(*(len(sums) * at // acc.shape[1] for at in (begin, end))))
-            lines += _instructions(term, pair, f"n{end - begin}", _dtype_name(acc.mlir_dtype), of_term, name)
+            lines += _instructions(term, pair, end - begin, _dtype_name(acc.mlir_dtype), of_term, name)
         declared = "{ .reg .pred p; .reg .b64 a, b; setp.eq.u32 p, 0, 0; wgmma.fence.sync.aligned;"
         text = "\n".join((declared, *lines, "wgmma.commit_group.sync.aligned; }"))
         return _of_words(acc, _updated(sums, inputs, text))
@@ -83,7 +83,7 @@ def awaited(pending: int, *accumulators: Array) -> list[Array]:
     def emit(_, *accumulators):
         # The wait returns the registers, so that nothing is computed of them before.
         words = [word for acc in accumulators for word in _words(acc)]
-        after = iter(_updated(words, [], f"wgmma.wait_group.sync.aligned {pending};"))
+        after = _updated(words, [], f"wgmma.wait_group.sync.aligned {pending};")
         return [_of_words(acc, after).to_layout(WGMMA.to_mgpu()) for acc in accumulators]
 
     return emit(*(plgpu.layout_cast(acc, layout) for acc, layout in zip(accumulators, layouts, strict=True)))
@@ -100,9 +100,9 @@ def _type_of(operand: Any) -> Any:
 
 
 def _instructions(
-    term: Term, operands: tuple[Any, ir.Value], shape: str, dtype: str, sums: str, name: Callable[[ir.Value], str]
+    term: Term, operands: tuple[Any, ir.Value], columns: int, dtype: str, sums: str, name: Callable[[ir.Value], str]
 ) -> Iterator[str]:
-    """The lines of assembly of a term; `name` is how they name an operand."""
+    """The assembly that adds a term to `sums`, the registers of its columns; `name` is how it names an operand."""
     a, b = operands
     of_a = _Tile(a, swizzle_of(term.a), along_rows=not term.transposed_a) if isinstance(a, ir.Value) else None
     of_b = _Tile(b, swizzle_of(term.b), along_rows=term.transposed_b)
@@ -121,7 +121,7 @@ def _instructions(
     along_rows = [tile.along_rows for tile in (of_a, of_b) if tile is not None]
     transposes = "".join(f", {int(not along)}" for along in along_rows) if of_b.itemsize == 2 else ""
     kind = _dtype_name(ir.MemRefType(b.type).element_type)
-    instruction = f"wgmma.mma_async.sync.aligned.m64{shape}k{n}.{dtype}.{kind}.{kind}"
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k{n}.{dtype}.{kind}.{kind}"
     descriptor = name(of_b.descriptor())
     for i, (move_a, of_term) in enumerate(zip(moves_a, first, strict=True)):
         move_b = f"add.s64 b, {descriptor}, {of_b.offset(i)};"

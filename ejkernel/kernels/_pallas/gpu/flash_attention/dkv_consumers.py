@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -17,6 +18,7 @@ from .._launch import (
     ROWS,
     WGMMA,
     arrive,
+    broadcast_columns,
     either,
     full,
     load_vector,
@@ -162,8 +164,8 @@ def _words(
 
 def _of_queries(vector: Any) -> Array:
     """A number for each of a part of a step's queries, for all keys."""
-    numbers = lax.broadcast_in_dim(load_vector(vector, PER_COLUMN), (ROWS, vector.shape[0]), [1])
-    return plgpu.layout_cast(numbers, WGMMA)
+    square = jax.ShapeDtypeStruct((ROWS, vector.shape[0]), jnp.float32)
+    return plgpu.layout_cast(broadcast_columns(load_vector(vector, PER_COLUMN), square), WGMMA)
 
 
 def _terms(
@@ -175,9 +177,9 @@ def _terms(
 
 
 def _issue_dp(key_block: Array | int, tiles: Shared, stage: Array, part: slice) -> Array:
-    """Begins dp − delta = v·doᵀ − delta."""
+    """Begins dp − delta = v·doᵀ − delta, from the −delta that its tile holds."""
     terms = _terms(tiles.v.parts, tiles.do.parts, key_block, stage, part)
-    return product(_of_queries(tiles.delta.at[stage, part]), terms)  # of −delta
+    return product(_of_queries(tiles.delta.at[stage, part]), terms)
 
 
 def _issue_gradient(acc: Array, weights: Array, operand: Tiles, stage: Array, part: slice) -> Array:
