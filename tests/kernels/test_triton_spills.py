@@ -20,6 +20,7 @@ from ejkernel.kernels._triton import (
     gated_delta_rule,
     grouped_matmul,
     mean_pooling,
+    ragged_page_attention,
 )
 from ejkernel.kernels._triton._recurrence.configs import space as recurrence_space
 from ejkernel.kernels._triton.flash_attention.configs import space as attention_space
@@ -30,6 +31,8 @@ from ejkernel.primitives import _recurrence as of_recurrence
 from ejkernel.primitives import gated_delta_rule as of_delta
 from ejkernel.primitives import grouped_matmul as of_products
 from ejkernel.primitives import mean_pooling as of_pooling
+from ejkernel.primitives import ragged_page_attention as over_pages
+from ejkernel.primitives._pages import CacheSpec
 
 from . import compiler
 from .test_triton_compile import KINDS, OPERATIONS, PACKED, SEGMENTS, Call, implementation
@@ -222,4 +225,29 @@ def test_mean_pooling(target, operation, monkeypatch):
         return implementation(arrays, do, do, wrt=("x",), spec=spec, config=config)
 
     config = pooling_space(operation, x, spec, KINDS[target])[0]
+    assert not spilling(monkeypatch, target, config, call)
+
+
+@pytest.mark.parametrize(
+    "target, features, dtype",
+    [
+        pytest.param(*case, marks=() if case == ("sm_90", 128, "float32") else pytest.mark.slow)
+        for case in product(LARGE, (64, 128, 256), HALF + SINGLE)
+    ],
+)
+def test_ragged_page_attention(target, features, dtype, monkeypatch):
+    """A step with prefills and decodes, which are two launches."""
+    sequences, page, heads, group = 8, 16, 8, 4
+    x = over_pages.Operands(
+        array((1, 4096, heads * group, features), dtype),
+        array((1, 512, page, heads, 2, features), dtype),
+        *(array(shape, "int32") for shape in ((1, sequences), (1, sequences, 64), (1, sequences + 1), (1, 1))),
+    )
+    spec = CacheSpec()
+
+    def call(config):
+        arrays = over_pages.Operands(*(a if a is None else jnp.zeros(a.shape, a.dtype) for a in x))
+        return ragged_page_attention.ragged_page_attention(*arrays, spec=spec, config=config)
+
+    config = ragged_page_attention.space(spec, x, KINDS[target])[0]
     assert not spilling(monkeypatch, target, config, call)

@@ -1,11 +1,11 @@
-"""Attention over a paged or dense cache in Triton: supported calls, tile sizes, and the number of splits.
+"""Attention over a paged or dense cache in Triton: supported calls, shared memory, and the number of splits.
 
 Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._triton import _launch
@@ -13,9 +13,21 @@ from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import Backend, OperationConfig, Platform, Target
 from ejkernel.types.target import DEFAULT_CORE_COUNT
 
+from .tile_sizes import (
+    LARGEST_DECODE_TILE,
+    SMALLEST_TILE,
+    Shapes,
+    TileConfig,
+    decode_sizes,
+    decode_tiles,
+    power_of_two,
+    prefill_sizes,
+    width,
+)
+
 Config = TypeVar("Config", bound=OperationConfig)
 
-SMALLEST_TILE, LARGEST_DECODE_TILE, LARGEST_WIDTH, MOST_HEADS = 16, 64, 256, 64
+LARGEST_WIDTH, MOST_HEADS = 256, 64
 # Resident programs of the decoding kernels: as many as their registers allow, one for each warp scheduler. Pairs of
 # eight bits need fewer: 64 × 2048 keys of 8 heads took 70 µs with four programs resident on an H200, 88 with three.
 MOST_RESIDENT_WARPS, MOST_OF_PAIRS, FEWEST_RESIDENT_WARPS = 12, 16, 4
@@ -31,61 +43,6 @@ LEAST_KEYS = 128
 KEYS_OF_INVARIANT_SPLIT = 1024
 
 
-class TileConfig(NamedTuple):
-    """The config of a launch: rows (tokens × heads of a group) and keys of a tile, warps, pipeline stages."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-# (keys, warps, stages) of a decode, the likeliest first; its rows follow from the step.
-DECODE_SIZES = (
-    (128, 4, 5),
-    (64, 2, 5),
-    (128, 4, 3),
-    (64, 4, 3),
-    (64, 2, 3),
-    (32, 4, 5),
-    (32, 4, 3),
-    (16, 4, 2),
-    (16, 4, 1),
-)
-PREFILL_SIZES = (
-    TileConfig(128, 128, 8, 3),
-    TileConfig(128, 64, 8, 3),
-    TileConfig(64, 64, 4, 2),
-    TileConfig(64, 32, 4, 2),
-    TileConfig(64, 16, 4, 1),
-)
-# Beside the mask of drafts, which each thread reads number by number, the registers of larger tiles spill.
-PREFILL_SIZES_OF_DRAFTS = (TileConfig(64, 32, 8, 2), TileConfig(64, 16, 4, 2))
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-class Shapes(NamedTuple):
-    """Shapes and dtypes of a call, as `launch.Step` has the arrays, and its sequences.
-
-    Attributes:
-        q, k, v: queries [b,t,h,d], keys and values [·,p,s,g,…,·].
-        sequences: of a batch index.
-        tokens: of a sequence, for which the tile of a decode has rows, as far as they fit.
-        tables: whether block tables name the pages.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    sequences: int
-    tokens: int = 1
-    tables: bool = True
-
-
 def refusal(target: Target, x: Shapes) -> str | None:
     """Why the kernels do not take a call on a target, or None."""
     wrong = _launch.refusal(target) or _launch.dtype_refusal("q", x.q) or _launch.cache_dtype_refusal(x.k, target)
@@ -93,11 +50,11 @@ def refusal(target: Target, x: Shapes) -> str | None:
         return wrong
     if 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
         return "no tokens, heads, features or slots"
-    if (width := max(x.k.shape[-1], x.v.shape[-1])) > LARGEST_WIDTH:
-        return f"{width} features; the kernels take up to {LARGEST_WIDTH}"
+    if (features := max(x.k.shape[-1], x.v.shape[-1])) > LARGEST_WIDTH:
+        return f"{features} features; the kernels take up to {LARGEST_WIDTH}"
     if (heads := x.q.shape[2] // x.k.shape[3]) > MOST_HEADS:
         return f"{heads} query heads share a key/value head; the kernels take up to {MOST_HEADS}"
-    smallest = max(shared_memory(x, tiles) for tiles in (decode_tiles(x, *DECODE_SIZES[-1]), PREFILL_SIZES[-1]))
+    smallest = max(shared_memory(x, tiles) for tiles in (decode_tiles(x, *decode_sizes(x)[-1]), prefill_sizes(x)[-1]))
     return _launch.memory_refusal(smallest, target)
 
 
@@ -106,7 +63,7 @@ def shared_memory(x: Shapes, tiles: TileConfig) -> int:
 
     Weights of few keys are there twice, as they change from the layout of one product to that of the other.
     """
-    d, e = _width(x.k), _width(x.v)
+    d, e = width(x.k), width(x.v)
     in_registers = x.k.dtype == x.q.dtype or are_pairs(x, tiles)
     converted = 0 if in_registers else tiles.keys * (d + e) * x.q.dtype.itemsize
     numbers = 4 * tiles.keys * ((tiles.stages - 1) // 2) if _has_page_numbers(x, tiles) else 0
@@ -133,7 +90,7 @@ def bytes_in_flight(x: Shapes, tiles: TileConfig) -> int:
         buffers = max(1, buffers // 2) + (tiles.rows >= 64)
     elif not _reads_tables(x):
         buffers += tiles.rows >= 64
-    return max(1, buffers) * tiles.keys * (_width(x.k) + _width(x.v)) * x.k.dtype.itemsize
+    return max(1, buffers) * tiles.keys * (width(x.k) + width(x.v)) * x.k.dtype.itemsize
 
 
 def _has_page_numbers(x: Shapes, tiles: TileConfig) -> bool:
@@ -146,28 +103,17 @@ def _reads_tables(x: Shapes) -> bool:
     return x.tables and x.k.shape[1] > 1
 
 
-def _width(x: Any) -> int:
-    return max(SMALLEST_TILE, power_of_two(x.shape[-1]))
-
-
-def fitting(sizes: Sequence[TileConfig], x: Shapes) -> TileConfig:
-    """The first of the sizes whose tiles fit the shared memory of the GPU that what is traced is for."""
+def prefill_tiles(x: Shapes, drafts: bool) -> TileConfig:
+    """The first tiles that fit the shared memory of the GPU that what is traced is for."""
     limit = _launch.shared_memory_limit(gpu_target())
-    return next(tiles for tiles in sizes if shared_memory(x, tiles) <= limit)
-
-
-def decode_tiles(x: Shapes, keys: int, warps: int, stages: int) -> TileConfig:
-    """Tiles of a decode, with rows for the heads of a group and the tokens of a sequence, and warps enough for them."""
-    heads = x.q.shape[2] // x.k.shape[3]
-    rows = max(SMALLEST_TILE, power_of_two(heads), min(LARGEST_DECODE_TILE, power_of_two(heads * x.tokens)))
-    return TileConfig(rows, keys, max(warps, rows // SMALLEST_TILE), stages)
+    return next(tiles for tiles in prefill_sizes(x, drafts) if shared_memory(x, tiles) <= limit)
 
 
 def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple[TileConfig, int]]:
     """Tiles and splits that may be best for sequences of up to so many keys, the likeliest first."""
     limit, cores = _launch.shared_memory_limit(target), target.core_count or DEFAULT_CORE_COUNT
     programs = x.q.shape[0] * x.sequences * x.k.shape[3]
-    fit = [of for size in DECODE_SIZES if shared_memory(x, of := decode_tiles(x, *size)) <= limit]
+    fit = [of for size in decode_sizes(x) if shared_memory(x, of := decode_tiles(x, *size)) <= limit]
     fit = [of for of in fit if _resident(x, of, limit) * of.warps >= FEWEST_RESIDENT_WARPS] or fit
     if x.k.dtype.itemsize < x.q.dtype.itemsize:
         fit = [of for of in fit if of.warps >= FEWEST_CONVERTING_WARPS] or fit
@@ -187,7 +133,7 @@ def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple
 def _resident(x: Shapes, tiles: TileConfig, limit: int) -> int:
     """Programs that are resident on a multiprocessor at once."""
     most = MOST_OF_PAIRS if are_pairs(x, tiles) else MOST_RESIDENT_WARPS
-    return min(most // tiles.warps, max(1, limit // shared_memory(x, tiles)))
+    return max(1, min(most // tiles.warps, limit // shared_memory(x, tiles)))
 
 
 def _splits(spec: CacheSpec, in_tiles: int, tiles: TileConfig, most: int) -> Sequence[int]:

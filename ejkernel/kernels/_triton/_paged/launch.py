@@ -20,20 +20,11 @@ from ejkernel.kernels._triton._in_place import launch_in_place
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import KernelConfig
 
-from . import (
-    KEYS_OF_INVARIANT_SPLIT,
-    PREFILL_SIZES,
-    PREFILL_SIZES_OF_DRAFTS,
-    SMALLEST_TILE,
-    Shapes,
-    TileConfig,
-    are_pairs,
-    fitting,
-    power_of_two,
-)
+from . import KEYS_OF_INVARIANT_SPLIT, are_pairs, prefill_tiles
 from .kernel import attend_kernel
 from .merge import merge_kernel
 from .problem import Problem, Schedule, strides_of
+from .tile_sizes import SMALLEST_TILE, Shapes, TileConfig, power_of_two
 
 EVERY = 2**31 - 1
 # Tokens of a step that is computed by the tiles of a decode alone, if those of all sequences may be decodes.
@@ -117,8 +108,7 @@ def attend(
     nothing = {} if x.plan is None else dict(o=jnp.zeros((*x.q.shape[:3], problem.V), x.q.dtype))
     results = _decoded(x, problem, decode, tiles, nothing)
     if x.query_start_loc is not None and not decode.padding:
-        sizes = PREFILL_SIZES_OF_DRAFTS if problem.drafts else PREFILL_SIZES
-        tiles = fitting(sizes, Shapes(x.q, x.k, x.v, sequences))
+        tiles = prefill_tiles(Shapes(x.q, x.k, x.v, sequences), drafts=problem.drafts > 0)
         tokens = tiles.rows // (problem.H // problem.G)
         rest = Schedule(
             rows=_packed_rows(problem, tokens), tokens=tokens, packed=True, padding=True, least=decode.most + 1,

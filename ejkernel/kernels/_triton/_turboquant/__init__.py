@@ -33,6 +33,7 @@ WIDE_SIZES = {
     16: ((32, 2, 3), (32, 4, 3), (16, 2, 2)),
     32: ((32, 4, 3), (16, 4, 2)),
 }
+# By mma.sync a warp alone spills where it has more rows than the fewest in float32, too.
 SIZES_OF_FLOAT32, WIDE_SIZES_OF_FLOAT32 = ((16, 1, 3), (32, 2, 2), (16, 2, 1)), ((16, 2, 2), (16, 2, 1))
 # Keys of a split at least, splits at most (beside its kernel one sequence of 64k took 40 µs with 256 on an H200, and 21
 # with 128), and tiles that are timed.
@@ -162,7 +163,7 @@ def _prefills(x: Any) -> tuple[TileConfig, ...]:
 
 def _sizes(x: Any, rows: int) -> tuple[tuple[int, int, int], ...]:
     if _is_single(x):
-        return WIDE_SIZES_OF_FLOAT32 if _is_wide(x) else SIZES_OF_FLOAT32
+        return WIDE_SIZES_OF_FLOAT32 if _is_wide(x) or rows > LEAST_ROWS else SIZES_OF_FLOAT32
     return (WIDE_SIZES if _is_wide(x) else SIZES)[rows]
 
 

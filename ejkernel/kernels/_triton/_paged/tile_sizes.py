@@ -1,0 +1,111 @@
+"""Tile sizes of attention over a cache in Triton, by the rows of a step, its features and its dtype."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+SMALLEST_TILE, LARGEST_DECODE_TILE = 16, 64
+
+
+class TileConfig(NamedTuple):
+    """The config of a launch: rows (tokens × heads of a group) and keys of a tile, warps, pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# (keys, warps, stages) of a decode, the likeliest first; its rows follow from the step.
+DECODE_SIZES = (
+    (128, 4, 5),
+    (64, 2, 5),
+    (128, 4, 3),
+    (64, 4, 3),
+    (64, 2, 3),
+    (32, 4, 5),
+    (32, 4, 3),
+    (16, 4, 2),
+    (16, 4, 1),
+)
+PREFILL_SIZES = (
+    TileConfig(128, 128, 8, 3),
+    TileConfig(128, 64, 8, 3),
+    TileConfig(64, 64, 4, 2),
+    TileConfig(64, 32, 4, 2),
+    TileConfig(64, 16, 4, 1),
+)
+# Beside the mask of drafts, which each thread reads number by number, the registers of larger tiles spill.
+PREFILL_SIZES_OF_DRAFTS = (TileConfig(64, 32, 8, 2), TileConfig(64, 16, 4, 2))
+# Tensor cores do not multiply float32: a tile may have few rows, and a thread has the rows and columns of its products
+# in registers, with all that they sum over; of larger tiles, or of fewer warps, most are spilled.
+DECODE_SIZES_OF_FLOAT32 = ((64, 4, 3), (64, 8, 3), (32, 8, 2), (16, 8, 2), (16, 8, 1))
+PREFILL_SIZES_OF_FLOAT32 = (TileConfig(64, 32, 16, 2), TileConfig(64, 16, 16, 2))
+ROWS_OF_A_WARP, ROWS_OF_A_WARP_OF_FLOAT32 = 16, 4
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+class Shapes(NamedTuple):
+    """Shapes and dtypes of a call, as `launch.Step` has the arrays, and its sequences.
+
+    Attributes:
+        q, k, v: queries [b,t,h,d], keys and values [·,p,s,g,…,·].
+        sequences: of a batch index.
+        tokens: of a sequence, for which the tile of a decode has rows, as far as they fit.
+        tables: whether block tables name the pages.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    sequences: int
+    tokens: int = 1
+    tables: bool = True
+
+
+def decode_sizes(x: Shapes) -> Sequence[tuple[int, int, int]]:
+    """Keys, warps and stages of a decode, the likeliest first."""
+    if not _is_float32(x):
+        return DECODE_SIZES
+    rows = decode_rows(x)
+    return [size for size in DECODE_SIZES_OF_FLOAT32 if _is_in_registers(x, rows, *size[:2])]
+
+
+def prefill_sizes(x: Shapes, drafts: bool = False) -> Sequence[TileConfig]:
+    """Tiles of a prefill, the likeliest first."""
+    if not _is_float32(x):
+        return PREFILL_SIZES_OF_DRAFTS if drafts else PREFILL_SIZES
+    return [tiles for tiles in PREFILL_SIZES_OF_FLOAT32 if _is_in_registers(x, *tiles[:3])]
+
+
+def _is_in_registers(x: Shapes, rows: int, keys: int, warps: int) -> bool:
+    """Whether ptxas keeps the operands of products of float32 in registers, as it does not of larger tiles.
+
+    Up to 4 rows all share a thread; of more than 16 each thread has as many, as there are more warps for them.
+    """
+    return min(max(rows, 4), 16) * keys * max(width(x.k), width(x.v)) <= 8192 * min(warps, 8)
+
+
+def decode_tiles(x: Shapes, keys: int, warps: int, stages: int) -> TileConfig:
+    """Tiles of a decode, with warps enough for their rows."""
+    rows, of_a_warp = decode_rows(x), ROWS_OF_A_WARP_OF_FLOAT32 if _is_float32(x) else ROWS_OF_A_WARP
+    return TileConfig(rows, keys, max(warps, rows // of_a_warp), stages)
+
+
+def decode_rows(x: Shapes) -> int:
+    """Rows of a tile for the heads of a group and the tokens of a sequence."""
+    heads = x.q.shape[2] // x.k.shape[3]
+    least = 1 if _is_float32(x) else SMALLEST_TILE
+    return max(least, power_of_two(heads), min(LARGEST_DECODE_TILE, power_of_two(heads * x.tokens)))
+
+
+def width(x: Any) -> int:
+    """Features of a tile."""
+    return max(SMALLEST_TILE, power_of_two(x.shape[-1]))
+
+
+def _is_float32(x: Shapes) -> bool:
+    return x.q.dtype.itemsize == 4
