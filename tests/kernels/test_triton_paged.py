@@ -30,7 +30,7 @@ def interpreted(monkeypatch):
     """Launches run here, as for a GPU; the tile of a prefill is so small that the steps have several."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     monkeypatch.setattr(_launch, "has_ptx", lambda: False)
-    monkeypatch.setattr(_paged, "prefill_sizes", lambda x, drafts=False: (_paged.TileConfig(16, 16, 4, 1),))
+    monkeypatch.setattr(_paged, "prefill_sizes", lambda x: (_paged.TileConfig(16, 16, 4, 1),))
     with lowering_for(Target("cuda", "NVIDIA H200")):
         yield
 

@@ -112,6 +112,8 @@ ALWAYS = (
     ("sm_90", "gated_delta_rule_jvp", 128, "bfloat16", 8192),
     ("sm_80", "grouped_matmul_bwd", "many_rows"),
     ("sm_90", "grouped_matmul", "int8"),
+    ("sm_90", "prefills", 128, "float32"),
+    ("sm_90", "drafts", 64, "bfloat16"),
 )
 
 
@@ -228,26 +230,34 @@ def test_mean_pooling(target, operation, monkeypatch):
     assert not spilling(monkeypatch, target, config, call)
 
 
+# Tokens of eight sequences, query heads of a key/value head, drafts that a token may see, and the dtype of the pages.
+STEPS = {
+    "prefills": (4096, 4, 0, None),
+    "prefills and drafts": (4096, 4, 8, None),
+    "drafts": (64, 8, 8, None),
+    "int8": (64, 8, 0, "int8"),
+    "int8 and drafts": (64, 8, 8, "int8"),
+}
+
+
 @pytest.mark.parametrize(
-    "target, features, dtype",
-    [
-        pytest.param(*case, marks=() if case == ("sm_90", 128, "float32") else pytest.mark.slow)
-        for case in product(LARGE, (64, 128, 256), HALF + SINGLE)
-    ],
+    "target, kind, features, dtype",
+    cases(LARGE, STEPS, (64, 128, 256), HALF)
+    + cases(LARGE, ("prefills", "prefills and drafts", "drafts"), (64, 128, 256), SINGLE),
 )
-def test_ragged_page_attention(target, features, dtype, monkeypatch):
-    """A step with prefills and decodes, which are two launches."""
-    sequences, page, heads, group = 8, 16, 8, 4
+def test_ragged_page_attention(target, kind, features, dtype, monkeypatch):
+    """Prefills and decodes are two launches."""
+    (tokens, group, drafts, pages), sequences, heads = STEPS[kind], 8, 8
     x = over_pages.Operands(
-        array((1, 4096, heads * group, features), dtype),
-        array((1, 512, page, heads, 2, features), dtype),
+        array((1, tokens, heads * group, features), dtype),
+        array((1, 512, 16, heads, 2, features), pages or dtype),
         *(array(shape, "int32") for shape in ((1, sequences), (1, sequences, 64), (1, sequences + 1), (1, 1))),
+        draft_mask=array((1, tokens, drafts), "bool") if drafts else None,
     )
     spec = CacheSpec()
 
     def call(config):
-        arrays = over_pages.Operands(*(a if a is None else jnp.zeros(a.shape, a.dtype) for a in x))
-        return ragged_page_attention.ragged_page_attention(*arrays, spec=spec, config=config)
+        return ragged_page_attention.ragged_page_attention(*zeros(x), spec=spec, config=config)
 
     config = ragged_page_attention.space(spec, x, KINDS[target])[0]
     assert not spilling(monkeypatch, target, config, call)

@@ -84,4 +84,4 @@ def _shapes(spec: CacheSpec, x: Operands, tokens: int | None) -> _paged.Shapes:
         tokens = 1 if spec.batch_invariant else math.ceil(x.q.shape[1] / max(1, sequences))
     if tokens * heads > _paged.LARGEST_DECODE_TILE:
         tokens = max(1, ROWS_BESIDE_PREFILLS // max(1, heads))
-    return _paged.Shapes(x.q, x.kv_pages, x.kv_pages, sequences, tokens)
+    return _paged.Shapes(x.q, x.kv_pages, x.kv_pages, sequences, tokens, drafts=x.draft_mask is not None)

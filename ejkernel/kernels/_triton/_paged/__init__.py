@@ -103,10 +103,10 @@ def _reads_tables(x: Shapes) -> bool:
     return x.tables and x.k.shape[1] > 1
 
 
-def prefill_tiles(x: Shapes, drafts: bool) -> TileConfig:
+def prefill_tiles(x: Shapes) -> TileConfig:
     """The first tiles that fit the shared memory of the GPU that what is traced is for."""
     limit = _launch.shared_memory_limit(gpu_target())
-    return next(tiles for tiles in prefill_sizes(x, drafts) if shared_memory(x, tiles) <= limit)
+    return next(tiles for tiles in prefill_sizes(x) if shared_memory(x, tiles) <= limit)
 
 
 def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple[TileConfig, int]]:

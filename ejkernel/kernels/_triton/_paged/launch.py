@@ -108,7 +108,7 @@ def attend(
     nothing = {} if x.plan is None else dict(o=jnp.zeros((*x.q.shape[:3], problem.V), x.q.dtype))
     results = _decoded(x, problem, decode, tiles, nothing)
     if x.query_start_loc is not None and not decode.padding:
-        tiles = prefill_tiles(Shapes(x.q, x.k, x.v, sequences), drafts=problem.drafts > 0)
+        tiles = prefill_tiles(Shapes(x.q, x.k, x.v, sequences, drafts=problem.drafts > 0))
         tokens = tiles.rows // (problem.H // problem.G)
         rest = Schedule(
             rows=_packed_rows(problem, tokens), tokens=tokens, packed=True, padding=True, least=decode.most + 1,

@@ -34,12 +34,14 @@ PREFILL_SIZES = (
     TileConfig(64, 32, 4, 2),
     TileConfig(64, 16, 4, 1),
 )
-# Beside the mask of drafts, which each thread reads number by number, the registers of larger tiles spill.
+# Beside the mask of drafts, which each thread reads number by number, the registers of larger tiles spill: in a decode
+# those of 64 rows, or of 32 with more than 128 features. With pages of eight bits so do 64 rows of more than 128.
+LARGE_DECODE_SIZES = ((64, 8, 5), (32, 8, 5), (32, 8, 3), (16, 8, 1))
 PREFILL_SIZES_OF_DRAFTS = (TileConfig(64, 32, 8, 2), TileConfig(64, 16, 4, 2))
 # Tensor cores do not multiply float32: a tile may have few rows, and a thread has the rows and columns of its products
 # in registers, with all that they sum over; of larger tiles, or of fewer warps, most are spilled.
 DECODE_SIZES_OF_FLOAT32 = ((64, 4, 3), (64, 8, 3), (32, 8, 2), (16, 8, 2), (16, 8, 1))
-PREFILL_SIZES_OF_FLOAT32 = (TileConfig(64, 32, 16, 2), TileConfig(64, 16, 16, 2))
+PREFILL_SIZES_OF_FLOAT32 = tuple(TileConfig(64, *size) for size in ((32, 16, 2), (16, 16, 2), (16, 16, 1)))
 ROWS_OF_A_WARP, ROWS_OF_A_WARP_OF_FLOAT32 = 16, 4
 
 
@@ -56,6 +58,7 @@ class Shapes(NamedTuple):
         sequences: of a batch index.
         tokens: of a sequence, for which the tile of a decode has rows, as far as they fit.
         tables: whether block tables name the pages.
+        drafts: whether a mask says which drafts a token sees.
     """
 
     q: Any
@@ -64,20 +67,24 @@ class Shapes(NamedTuple):
     sequences: int
     tokens: int = 1
     tables: bool = True
+    drafts: bool = False
 
 
 def decode_sizes(x: Shapes) -> Sequence[tuple[int, int, int]]:
     """Keys, warps and stages of a decode, the likeliest first."""
-    if not _is_float32(x):
-        return DECODE_SIZES
     rows = decode_rows(x)
-    return [size for size in DECODE_SIZES_OF_FLOAT32 if _is_in_registers(x, rows, *size[:2])]
+    numbers = rows * max(_widest(x), 128)
+    is_large = (x.drafts and numbers >= 64 * 128) or (x.k.dtype.itemsize == 1 and numbers >= 64 * 256)
+    if not _is_float32(x):
+        return LARGE_DECODE_SIZES if is_large else DECODE_SIZES
+    sizes = [(keys, *of) for keys, *of in DECODE_SIZES_OF_FLOAT32 if not (is_large and keys > 32)]
+    return [size for size in sizes if _is_in_registers(x, rows, *size[:2])]
 
 
-def prefill_sizes(x: Shapes, drafts: bool = False) -> Sequence[TileConfig]:
+def prefill_sizes(x: Shapes) -> Sequence[TileConfig]:
     """Tiles of a prefill, the likeliest first."""
     if not _is_float32(x):
-        return PREFILL_SIZES_OF_DRAFTS if drafts else PREFILL_SIZES
+        return PREFILL_SIZES_OF_DRAFTS if x.drafts else PREFILL_SIZES
     return [tiles for tiles in PREFILL_SIZES_OF_FLOAT32 if _is_in_registers(x, *tiles[:3])]
 
 
@@ -86,7 +93,7 @@ def _is_in_registers(x: Shapes, rows: int, keys: int, warps: int) -> bool:
 
     Up to 4 rows all share a thread; of more than 16 each thread has as many, as there are more warps for them.
     """
-    return min(max(rows, 4), 16) * keys * max(width(x.k), width(x.v)) <= 8192 * min(warps, 8)
+    return min(max(rows, 4), 16) * keys * _widest(x) <= 8192 * min(warps, 8)
 
 
 def decode_tiles(x: Shapes, keys: int, warps: int, stages: int) -> TileConfig:
@@ -105,6 +112,10 @@ def decode_rows(x: Shapes) -> int:
 def width(x: Any) -> int:
     """Features of a tile."""
     return max(SMALLEST_TILE, power_of_two(x.shape[-1]))
+
+
+def _widest(x: Shapes) -> int:
+    return max(width(x.k), width(x.v))
 
 
 def _is_float32(x: Shapes) -> bool:
