@@ -24,11 +24,13 @@ FEW = {
     "gated_delta_rule_jvp": TANGENT,
 }
 # With mma.sync, whose operands are registers, 64 columns spill; wgmma and tcgen05 read them from shared memory.
-WITHOUT_MMA_SYNC = (90, 100, 103, 110)
+BLACKWELL = (100, 103, 110)
+WITHOUT_MMA_SYNC = (90, *BLACKWELL)
 BACKWARD_BY_MMA_SYNC = ((64, 32, 4, 1), (64, 32, 4, 2))
 WIDE = ((64, 32, 8, 1), (32, 32, 8, 1))  # for more than 128 features
 # For float32, and for float16, where a product is computed as three of TF32; and where no other fits.
-# By mma.sync 32 columns of float16 spill, in the tangent and with more than 64 features.
+# 32 columns of float16 spill by mma.sync, in the tangent and with more than 64 features; those of float32 on Blackwell
+# in the backward with more than 64.
 SMALL = ((16, 32, 8, 1), (16, 16, 8, 1))
 STEP_BLOCKS = (32, 64, 16)
 NUMBERS_PER_THREAD = 128
@@ -43,9 +45,12 @@ def space(operation: str, operands: Operands, spec: GatedDeltaRuleSpec, target: 
     limit = shared_memory_limit(target)
     fit = lambda listed: [c for c in (_config(*v) for v in listed) if shared_memory(operation, operands, c) <= limit]
     if operands.q.dtype != np.dtype("bfloat16"):
-        is_half = operands.q.dtype == np.dtype("float16")
-        wide = operation == "gated_delta_rule_jvp" or padded(operands.q.shape[3]) > 64
-        return fit(SMALL[1:] if is_half and wide and has_mma_sync(target) else SMALL)
+        is_wide, is_half = padded(operands.q.shape[3]) > 64, operands.q.dtype == np.dtype("float16")
+        if is_half:
+            spills = has_mma_sync(target) and (is_wide or operation == "gated_delta_rule_jvp")
+        else:
+            spills = target.compute_capability in BLACKWELL and is_wide and operation == "gated_delta_rule_bwd"
+        return fit(SMALL[1:] if spills else SMALL)
     batch, _, heads, features = operands.v.shape
     programs = batch * heads * -(-features // 64)
     are_many = programs > (target.core_count or 0)
