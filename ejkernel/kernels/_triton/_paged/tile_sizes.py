@@ -42,7 +42,7 @@ PREFILL_SIZES_OF_DRAFTS = (TileConfig(64, 32, 8, 2), TileConfig(64, 16, 4, 2))
 # in registers, with all that they sum over; of larger tiles, or of fewer warps, most are spilled.
 DECODE_SIZES_OF_FLOAT32 = ((64, 4, 3), (64, 8, 3), (32, 8, 2), (16, 8, 2), (16, 8, 1))
 PREFILL_SIZES_OF_FLOAT32 = tuple(TileConfig(64, *size) for size in ((32, 16, 2), (16, 16, 2), (16, 16, 1)))
-ROWS_OF_A_WARP, ROWS_OF_A_WARP_OF_FLOAT32 = 16, 4
+ROWS_OF_A_WARP, ROWS_OF_A_WARP_BESIDE_DRAFTS, ROWS_OF_A_WARP_OF_FLOAT32 = 16, 8, 4
 
 
 def power_of_two(n: int) -> int:
@@ -98,7 +98,9 @@ def _is_in_registers(x: Shapes, rows: int, keys: int, warps: int) -> bool:
 
 def decode_tiles(x: Shapes, keys: int, warps: int, stages: int) -> TileConfig:
     """Tiles of a decode, with warps enough for their rows."""
-    rows, of_a_warp = decode_rows(x), ROWS_OF_A_WARP_OF_FLOAT32 if _is_float32(x) else ROWS_OF_A_WARP
+    rows = decode_rows(x)
+    of_a_warp = ROWS_OF_A_WARP_BESIDE_DRAFTS if x.drafts else ROWS_OF_A_WARP
+    of_a_warp = ROWS_OF_A_WARP_OF_FLOAT32 if _is_float32(x) else of_a_warp
     return TileConfig(rows, keys, max(warps, rows // of_a_warp), stages)
 
 
