@@ -24,7 +24,7 @@ from . import KEYS_OF_INVARIANT_SPLIT, are_pairs, prefill_tiles
 from .kernel import attend_kernel
 from .merge import merge_kernel
 from .problem import Problem, Schedule, strides_of
-from .tile_sizes import SMALLEST_TILE, Shapes, TileConfig, power_of_two
+from .tile_sizes import Shapes, TileConfig, power_of_two, width
 
 EVERY = 2**31 - 1
 # Tokens of a step that is computed by the tiles of a decode alone, if those of all sequences may be decodes.
@@ -181,7 +181,7 @@ def _decoded(x: Step, problem: Problem, schedule: Schedule, tiles: TileConfig, r
     return _launched(
         merge_kernel, (*tables, found["o_splits"], found["lse_splits"]), results, _missing(x, problem, results), {},
         units * schedule.tokens * problem.H, problem, schedule, tiles._replace(warps=4, stages=1),
-        SPLITS=SPLITS_PER_TILE, V_WIDTH=_width(problem.V),
+        SPLITS=SPLITS_PER_TILE, V_WIDTH=width(x.v),
     )  # fmt: skip
 
 
@@ -215,16 +215,12 @@ def _missing(x: Step, problem: Problem, results: Results) -> dict[str, jax.Shape
     return {name: kind for name, kind in types.items() if name not in results}
 
 
-def _width(features: int) -> int:
-    return max(SMALLEST_TILE, power_of_two(features))
-
-
 def _sizes(x: Step, problem: Problem, schedule: Schedule, tiles: TileConfig) -> dict[str, int]:
-    width = _width(problem.V)
-    splits_in_registers = max(1, _NUMBERS_PER_THREAD * 32 * tiles.warps // (tiles.rows * width))
+    v_width = width(x.v)
+    splits_in_registers = max(1, _NUMBERS_PER_THREAD * 32 * tiles.warps // (tiles.rows * v_width))
     splits = min(splits_in_registers, SPLITS_PER_TILE if schedule.items else power_of_two(schedule.splits))
     return dict(
-        ROWS=tiles.rows, BLOCK_K=tiles.keys, WIDTH=_width(problem.D), V_WIDTH=width, SPLITS=splits,
+        ROWS=tiles.rows, BLOCK_K=tiles.keys, WIDTH=width(x.q), V_WIDTH=v_width, SPLITS=splits,
         PAIRS=are_pairs(Shapes(x.q, x.k, x.v, problem.N), tiles),
     )  # fmt: skip
 

@@ -42,7 +42,6 @@ PREFILL_SIZES_OF_DRAFTS = (TileConfig(64, 32, 8, 2), TileConfig(64, 16, 4, 2))
 # in registers, with all that they sum over; of larger tiles, or of fewer warps, most are spilled.
 DECODE_SIZES_OF_FLOAT32 = ((64, 4, 3), (64, 8, 3), (32, 8, 2), (16, 8, 2), (16, 8, 1))
 PREFILL_SIZES_OF_FLOAT32 = tuple(TileConfig(64, *size) for size in ((32, 16, 2), (16, 16, 2), (16, 16, 1)))
-ROWS_OF_A_WARP, ROWS_OF_A_WARP_BESIDE_DRAFTS, ROWS_OF_A_WARP_OF_FLOAT32 = 16, 8, 4
 
 
 def power_of_two(n: int) -> int:
@@ -77,21 +76,25 @@ def decode_sizes(x: Shapes) -> Sequence[tuple[int, int, int]]:
     is_large = (x.drafts and numbers >= 64 * 128) or (x.k.dtype.itemsize == 1 and numbers >= 64 * 256)
     if not _is_float32(x):
         return LARGE_DECODE_SIZES if is_large else DECODE_SIZES
-    sizes = [(keys, *of) for keys, *of in DECODE_SIZES_OF_FLOAT32 if not (is_large and keys > 32)]
-    return [size for size in sizes if _is_in_registers(x, rows, *size[:2])]
+    most_keys = 32 if is_large else 64
+    return [
+        (keys, warps, stages)
+        for keys, warps, stages in DECODE_SIZES_OF_FLOAT32
+        if keys <= most_keys and _is_in_registers(x, rows, keys, warps)
+    ]
 
 
 def prefill_sizes(x: Shapes) -> Sequence[TileConfig]:
     """Tiles of a prefill, the likeliest first."""
     if not _is_float32(x):
         return PREFILL_SIZES_OF_DRAFTS if x.drafts else PREFILL_SIZES
-    return [tiles for tiles in PREFILL_SIZES_OF_FLOAT32 if _is_in_registers(x, *tiles[:3])]
+    return [of for of in PREFILL_SIZES_OF_FLOAT32 if _is_in_registers(x, of.rows, of.keys, of.warps)]
 
 
 def _is_in_registers(x: Shapes, rows: int, keys: int, warps: int) -> bool:
-    """Whether ptxas keeps the operands of products of float32 in registers, as it does not of larger tiles.
+    """Whether the operands of products of float32 stay in registers, by what ptxas spills.
 
-    Up to 4 rows all share a thread; of more than 16 each thread has as many, as there are more warps for them.
+    Up to 4 rows are those of one thread; with more than 16 there are more warps for them.
     """
     return min(max(rows, 4), 16) * keys * _widest(x) <= 8192 * min(warps, 8)
 
@@ -99,9 +102,7 @@ def _is_in_registers(x: Shapes, rows: int, keys: int, warps: int) -> bool:
 def decode_tiles(x: Shapes, keys: int, warps: int, stages: int) -> TileConfig:
     """Tiles of a decode, with warps enough for their rows."""
     rows = decode_rows(x)
-    of_a_warp = ROWS_OF_A_WARP_BESIDE_DRAFTS if x.drafts else ROWS_OF_A_WARP
-    of_a_warp = ROWS_OF_A_WARP_OF_FLOAT32 if _is_float32(x) else of_a_warp
-    return TileConfig(rows, keys, max(warps, rows // of_a_warp), stages)
+    return TileConfig(rows, keys, max(warps, rows // _rows_of_a_warp(x)), stages)
 
 
 def decode_rows(x: Shapes) -> int:
@@ -114,6 +115,13 @@ def decode_rows(x: Shapes) -> int:
 def width(x: Any) -> int:
     """Features of a tile."""
     return max(SMALLEST_TILE, power_of_two(x.shape[-1]))
+
+
+def _rows_of_a_warp(x: Shapes) -> int:
+    """The most rows for which a warp has registers."""
+    if _is_float32(x):
+        return 4
+    return 8 if x.drafts else 16
 
 
 def _widest(x: Shapes) -> int:
