@@ -95,7 +95,8 @@ def ragged(lengths, contexts, h=4, g=2, d=16, page=8, drafts=0, seed=0):
 def operands_of(operation, x, plan=None, **options):
     """The arrays that an implementation gets for these arguments, and the spec."""
     call = OPERATIONS[operation].prepare_arguments(**x, **options)
-    return OPERATIONS[operation].algorithm.operands(**call.named)._replace(plan=plan), call.spec
+    operands = OPERATIONS[operation].algorithm.operands(**call.named)
+    return operands if plan is None else operands._replace(plan=plan), call.spec
 
 
 def check_call(operation, x, plan=None, **options):
@@ -202,6 +203,16 @@ def test_a_plan_divides_a_decode(workers, options):
     x = decode_step()
     of = dict(page_size=x["k_pages"].shape[1], workers=workers, **options)
     check_call("page_attention", x, ejkernel.lax.page_plan(x["context_lens"], **of), **options)
+
+
+def test_many_heads_whose_keys_do_not_begin_with_a_tile():
+    """A tile of more than 64 rows masks no key that all of them see."""
+    x = decode_step(h=128, g=1)
+    check_call("page_attention", x, ejkernel.lax.page_plan(x["context_lens"], page_size=8, workers=7))
+    rng = np.random.default_rng(0)
+    x = {name: jnp.asarray(rng.standard_normal((3, 64, 1, 16)), jnp.float32) for name in "kv"}
+    x |= dict(q=jnp.asarray(rng.standard_normal((3, 128, 16)), jnp.float32), sequence_start=jnp.asarray([5, 0, 20]))
+    check_call("ragged_decode_attention", x | dict(sequence_end=jnp.asarray([60, 64, 33])))
 
 
 @pytest.mark.parametrize("workers", (3, pytest.param(40, marks=pytest.mark.slow)))

@@ -52,7 +52,7 @@ def attend_kernel(
     maximum, total, acc = attend_keys(
         low, high, position, place, batch, sequence, group, sees, queries, k, v, context_lens, starts,
         first_keys, block_tables, k_scale, v_scale, draft_mask, multiplier,
-        problem, ROWS, BLOCK_K, WIDTH, V_WIDTH, PAIRS,
+        problem, ROWS, BLOCK_K, WIDTH, V_WIDTH, PAIRS, ALIGNED=plan is None and first_keys is None,
     )  # fmt: skip
     head = group * heads + row % heads
     whole: tl.constexpr = plan is None and schedule.splits == 1
@@ -127,9 +127,9 @@ def attend_keys(
     low, high, position, place, batch, sequence, group, token, queries, k, v, context_lens, starts,
     first_keys, block_tables, k_scale, v_scale, draft_mask, multiplier,
     problem: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of a row over its keys low ≤ j < high, without the sinks."""
+    """The softmax of a row over its keys low ≤ j < high, without the sinks; ALIGNED: whether a tile begins at low."""
     if PAIRS:
         acc = tl.zeros([ROWS, V_WIDTH // 2], tl.float32), tl.zeros([ROWS, V_WIDTH // 2], tl.float32)
     else:
@@ -142,12 +142,11 @@ def attend_keys(
     # All slots of a dense cache, which are whole tiles.
     every: tl.constexpr = context_lens is None and first_keys is None and problem.left is None
     masked: tl.constexpr = not (every and not problem.causal and problem.page % BLOCK_K == 0)
-    if ROWS > 64 and problem.left is None and problem.drafts == 0:
+    if ROWS > 64 and problem.left is None and problem.drafts == 0 and ALIGNED:
         # Tiles before the first token's own key need no causal mask.
         full = tl.maximum(tl.minimum(high, position + 1) // BLOCK_K, begin)
         if not problem.causal:
             full = tl.maximum(high // BLOCK_K, begin)
-        begin = tl.cdiv(low, BLOCK_K)
         for tile in tl.range(begin, full):
             maximum, total, acc = attend_tile(
                 tile, low, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, context_lens,
