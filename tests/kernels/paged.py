@@ -99,6 +99,23 @@ def ragged_step(h=6, g=2, d=16, dtype="float32", pages="float32", seed=0, contex
     )
 
 
+def ragged(lengths, contexts, h=4, g=2, d=16, page=8, drafts=0, seed=0):
+    """Arguments of ragged_page_attention for sequences of so many tokens and keys."""
+    rng, n, columns = np.random.default_rng(seed), len(lengths), -(-max(contexts) // page)
+    pages = n * columns
+    x = dict(
+        q=rng.standard_normal((sum(lengths) + 3, h, d)),
+        kv_pages=rng.standard_normal((pages, page, 2 * g, d)),
+        context_lens=np.asarray(contexts),
+        block_tables=rng.permutation(pages).reshape(n, columns),
+        query_start_loc=np.cumsum([0, *lengths]),
+        num_seqs=np.asarray([n]),
+    )
+    if drafts:
+        x["draft_mask"] = rng.random((len(x["q"]), drafts)) < 0.6
+    return {name: jnp.asarray(a, jnp.float32 if a.dtype == float else None) for name, a in x.items()}
+
+
 def ragged_defined(x, window=None, num_splits=None, batch_invariant=False, tokens=None, **options):
     """o and lse by the definition, one token of one sequence at a time; of the named tokens only, if there are some."""
     o, lse = np.zeros(x["q"].shape), np.full(x["q"].shape[:2], -np.inf)

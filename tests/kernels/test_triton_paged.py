@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, assert_close
-from kernels.paged import close, decode_defined, decode_step, hidden_slots, wide
+from kernels.paged import close, decode_defined, decode_step, hidden_slots, ragged, wide
 
 triton = pytest.importorskip("triton")
 import ejkernel  # noqa: E402
@@ -75,23 +75,6 @@ def without_plan(x):
     return x._replace(plan=None) if "plan" in x._fields else x
 
 
-def ragged(lengths, contexts, h=4, g=2, d=16, page=8, drafts=0, seed=0):
-    """Arguments of ragged_page_attention for sequences of so many tokens and keys."""
-    rng, n, columns = np.random.default_rng(seed), len(lengths), -(-max(contexts) // page)
-    pages = n * columns
-    x = dict(
-        q=rng.standard_normal((sum(lengths) + 3, h, d)),
-        kv_pages=rng.standard_normal((pages, page, 2 * g, d)),
-        context_lens=np.asarray(contexts),
-        block_tables=rng.permutation(pages).reshape(n, columns),
-        query_start_loc=np.cumsum([0, *lengths]),
-        num_seqs=np.asarray([n]),
-    )
-    if drafts:
-        x["draft_mask"] = rng.random((len(x["q"]), drafts)) < 0.6
-    return {name: jnp.asarray(a, jnp.float32 if a.dtype == float else None) for name, a in x.items()}
-
-
 def operands_of(operation, x, plan=None, **options):
     """The arrays that an implementation gets for these arguments, and the spec."""
     call = OPERATIONS[operation].prepare_arguments(**x, **options)
@@ -119,6 +102,19 @@ def check_call(operation, x, plan=None, **options):
 def test_prefills_beside_decodes(options, drafts):
     """Sequences of many tokens, of one, of few, and of none."""
     check_call("ragged_page_attention", ragged((23, 1, 4, 0, 9), (40, 17, 4, 8, 30), drafts=drafts), **options)
+
+
+@pytest.mark.parametrize("pages", ("float16", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)))
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), dict(window=50)], ids=str)
+@pytest.mark.parametrize("num_splits", (1, pytest.param(3, marks=pytest.mark.slow)))
+def test_keys_of_the_cache_have_larger_tiles_than_drafts(num_splits, options, pages, monkeypatch):
+    """Of any number modulo both tiles; of sequences of many tokens, of one, and of more tokens than keys."""
+    monkeypatch.setattr(_paged, "prefill_sizes", lambda x: (_paged.TileConfig(32, 64, 4, 1),))
+    x = ragged((23, 1, 20, 0, 9), (140, 65, 60, 8, 5), h=2, d=32, drafts=21)
+    x |= dict(q=x["q"].astype(jnp.float16), kv_pages=x["kv_pages"].astype(pages))
+    operands, spec = operands_of("ragged_page_attention", x, **options)
+    found, wanted = computed("ragged_page_attention", operands, spec, keys_per_block=64, num_splits=num_splits)
+    assert_close(found, wanted, 2e-3)
 
 
 @pytest.mark.parametrize("num_splits", (1, 3))

@@ -13,14 +13,15 @@ from .softmax import LOG2E
 
 @triton.jit
 def attend_tile(
-    tile, low, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, context_lens, starts,
+    tile, low, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, cached,
     block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
     problem: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Updates the online softmax with the keys of one tile; without MASKED every token sees all of them.
 
-    Of the keys low ≤ j < high a token sees first_key ≤ j < stop_key, or the drafts that its mask says.
+    Of the keys low ≤ j < high a token sees first_key ≤ j < stop_key; with DRAFTS, those before `cached` and those
+    that its mask says.
     """
     k_strides: tl.constexpr = problem.k
     v_strides: tl.constexpr = problem.v
@@ -49,10 +50,8 @@ def attend_tile(
             visible_to = visible_to & (position[None, :] < stop_key[:, None])
         if problem.left is not None:
             visible_to = visible_to & (position[None, :] >= first_key[:, None])
-        if problem.drafts:
-            visible_to = visible_to & is_drafted(
-                draft_mask, position, batch, sequence, token, context_lens, starts, problem
-            )
+        if DRAFTS:
+            visible_to = visible_to & is_drafted(draft_mask, position - cached, batch, token, problem)
             # A draft that no token of the row sees has no weight, and its value, which 0 may not be a factor of, is 0.
             is_visible = tl.max(visible_to.to(tl.int32), 0) != 0
         s = tl.where(visible_to, s, float("-inf"))
@@ -201,19 +200,16 @@ def scales_at(scales, strides: tl.constexpr, batch, page, slot, group, is_visibl
 
 
 @triton.jit
-def is_drafted(draft_mask, position, batch, sequence, token, context_lens, starts, problem: tl.constexpr):
-    """Whether a token sees a key: one that was there before the step, or one of those that its row of the mask says."""
-    of_batch = starts + batch * (problem.N + 1) + sequence
-    cached = tl.load(context_lens + batch * problem.N + sequence) - (tl.load(of_batch + 1) - tl.load(of_batch))
-    new = position - cached
-    in_mask = (new >= 0) & (new < problem.drafts)
+def is_drafted(draft_mask, draft, batch, token, problem: tl.constexpr):
+    """Whether a token sees a draft, by its row of the mask, or a key before all drafts, whose number is negative."""
+    in_mask = (draft >= 0) & (draft < problem.drafts)
     in_step = (token >= 0) & (token < problem.T)
     told = tl.load(
-        draft_mask + (batch * problem.T + token).to(tl.int64)[:, None] * problem.drafts + new[None, :],
+        draft_mask + (batch * problem.T + token).to(tl.int64)[:, None] * problem.drafts + draft[None, :],
         mask=in_mask[None, :] & in_step[:, None],
         other=0,
     )
-    return (new < 0)[None, :] | (told != 0)
+    return (draft < 0)[None, :] | (told != 0)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .attend import attend_tile, power_of_two, row_at
 from .softmax import LOG2E, merged, write, write_padding
-from .work import item_of_plan, keys_of_row, keys_of_tokens, row_of_program, split_of_keys
+from .work import cached_keys, item_of_plan, keys_of_row, keys_of_tokens, row_of_program, split_of_keys
 
 
 @triton.jit
@@ -132,34 +132,52 @@ def attend_keys(
     """The softmax of a row over its keys low ≤ j < high, without the sinks; ALIGNED: whether a tile begins at low."""
     if PAIRS:
         acc = tl.zeros([ROWS, V_WIDTH // 2], tl.float32), tl.zeros([ROWS, V_WIDTH // 2], tl.float32)
+        is_float32: tl.constexpr = False
     else:
         acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
+        is_float32: tl.constexpr = queries.dtype == tl.float32
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     first_key, stop_key = keys_of_tokens(place, high, problem)
+    stop, cached = high, high
+    # Beside the mask of drafts, which each thread reads number by number, there are registers for tiles of few keys. In
+    # float32 a second loop with other tiles would spill more than it saves.
+    BLOCK_DRAFTS: tl.constexpr = BLOCK_K if is_float32 else 16
+    if problem.drafts:
+        cached = cached_keys(batch, sequence, context_lens, starts, problem)
+        stop = low if BLOCK_DRAFTS == BLOCK_K else tl.minimum(tl.maximum(cached, low), high)
     begin = low // BLOCK_K
-    end = tl.where(low < high, tl.cdiv(high, BLOCK_K), begin)
+    end = tl.where(low < stop, tl.cdiv(stop, BLOCK_K), begin)
     # All slots of a dense cache, which are whole tiles.
     every: tl.constexpr = context_lens is None and first_keys is None and problem.left is None
     masked: tl.constexpr = not (every and not problem.causal and problem.page % BLOCK_K == 0)
-    if ROWS > 64 and problem.left is None and problem.drafts == 0 and ALIGNED:
+    if ROWS > 64 and problem.left is None and ALIGNED:
         # Tiles before the first token's own key need no causal mask.
-        full = tl.maximum(tl.minimum(high, position + 1) // BLOCK_K, begin)
+        full = tl.maximum(tl.minimum(stop, position + 1) // BLOCK_K, begin)
         if not problem.causal:
-            full = tl.maximum(high // BLOCK_K, begin)
+            full = tl.maximum(stop // BLOCK_K, begin)
         for tile in tl.range(begin, full):
             maximum, total, acc = attend_tile(
-                tile, low, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, context_lens,
-                starts, block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
-                problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=False,
+                tile, low, stop, first_key, stop_key, batch, sequence, group, token, queries, k, v, cached,
+                block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
+                problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=False, DRAFTS=False,
             )  # fmt: skip
         begin = full
     for tile in tl.range(begin, end):
         maximum, total, acc = attend_tile(
-            tile, low, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, context_lens, starts,
+            tile, low, stop, first_key, stop_key, batch, sequence, group, token, queries, k, v, cached,
             block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
-            problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=masked,
+            problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=masked, DRAFTS=False,
         )  # fmt: skip
+    if problem.drafts:
+        begin = stop // BLOCK_DRAFTS
+        end = tl.where(stop < high, tl.cdiv(high, BLOCK_DRAFTS), begin)
+        for tile in tl.range(begin, end):
+            maximum, total, acc = attend_tile(
+                tile, stop, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, cached,
+                block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
+                problem, BLOCK_DRAFTS, WIDTH, V_WIDTH, PAIRS, MASKED=True, DRAFTS=True,
+            )  # fmt: skip
     if PAIRS:
         acc = tl.reshape(tl.join(acc[0], acc[1]), [ROWS, V_WIDTH])
     strides: tl.constexpr = problem.v_scale

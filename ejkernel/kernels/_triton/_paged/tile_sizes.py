@@ -34,10 +34,8 @@ PREFILL_SIZES = (
     TileConfig(64, 32, 4, 2),
     TileConfig(64, 16, 4, 1),
 )
-# Beside the mask of drafts, which each thread reads number by number, the registers of larger tiles spill: in a decode
-# those of 64 rows, or of 32 with more than 128 features. With pages of eight bits so do 64 rows of more than 128.
-LARGE_DECODE_SIZES = ((64, 8, 5), (32, 8, 5), (32, 8, 3), (16, 8, 1))
-PREFILL_SIZES_OF_DRAFTS = (TileConfig(64, 32, 8, 2), TileConfig(64, 16, 4, 2))
+# With pages of eight bits, or beside drafts, larger tiles of 64 rows of more than 128 features spill registers.
+LARGE_DECODE_SIZES = ((64, 8, 3), (32, 8, 5), (32, 8, 3), (16, 8, 1))
 # Tensor cores do not multiply float32: a tile may have few rows, and a thread has the rows and columns of its products
 # in registers, with all that they sum over; of larger tiles, or of fewer warps, most are spilled.
 DECODE_SIZES_OF_FLOAT32 = ((64, 4, 3), (64, 8, 3), (32, 8, 2), (16, 8, 2), (16, 8, 1))
@@ -72,11 +70,10 @@ class Shapes(NamedTuple):
 def decode_sizes(x: Shapes) -> Sequence[tuple[int, int, int]]:
     """Keys, warps and stages of a decode, the likeliest first."""
     rows = decode_rows(x)
-    numbers = rows * max(_widest(x), 128)
-    is_large = (x.drafts and numbers >= 64 * 128) or (x.k.dtype.itemsize == 1 and numbers >= 64 * 256)
     if not _is_float32(x):
+        is_large = (x.drafts or x.k.dtype.itemsize == 1) and rows * _widest(x) >= 64 * 256
         return LARGE_DECODE_SIZES if is_large else DECODE_SIZES
-    most_keys = 32 if is_large else 64
+    most_keys = 32 if x.drafts and rows >= 64 else 64
     return [
         (keys, warps, stages)
         for keys, warps, stages in DECODE_SIZES_OF_FLOAT32
@@ -87,7 +84,7 @@ def decode_sizes(x: Shapes) -> Sequence[tuple[int, int, int]]:
 def prefill_sizes(x: Shapes) -> Sequence[TileConfig]:
     """Tiles of a prefill, the likeliest first."""
     if not _is_float32(x):
-        return PREFILL_SIZES_OF_DRAFTS if x.drafts else PREFILL_SIZES
+        return PREFILL_SIZES[2:] if x.drafts and _widest(x) > 128 else PREFILL_SIZES
     return [of for of in PREFILL_SIZES_OF_FLOAT32 if _is_in_registers(x, of.rows, of.keys, of.warps)]
 
 
@@ -119,9 +116,7 @@ def width(x: Any) -> int:
 
 def _rows_of_a_warp(x: Shapes) -> int:
     """The most rows for which a warp has registers."""
-    if _is_float32(x):
-        return 4
-    return 8 if x.drafts else 16
+    return 4 if _is_float32(x) else 16
 
 
 def _widest(x: Shapes) -> int:

@@ -150,6 +150,13 @@ def keys_of_row(batch, sequence, position, tokens, context_lens, first_keys, pro
 
 
 @triton.jit
+def cached_keys(batch, sequence, context_lens, starts, problem: tl.constexpr):
+    """The number of keys that were there before the step; negative for a sequence of fewer keys than tokens."""
+    of_batch = starts + batch * (problem.N + 1) + sequence
+    return tl.load(context_lens + batch * problem.N + sequence) - (tl.load(of_batch + 1) - tl.load(of_batch))
+
+
+@triton.jit
 def split_of_keys(low, high, split, BLOCK_K: tl.constexpr, schedule: tl.constexpr):
     """Which of the keys low ≤ j < high are those of a split: whole tiles, evenly or from fixed keys on."""
     if schedule.keys_per_split:
