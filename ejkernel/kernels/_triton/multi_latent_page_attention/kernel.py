@@ -81,6 +81,10 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
     return Outputs(jnp.where(valid[..., None], o, np.zeros((), dtype)), jnp.where(valid, lse, np.float32(-np.inf)))
 
 
+# Keys of a tile of drafts, whose bits take registers.
+BLOCK_DRAFTS = tl.constexpr(16)
+
+
 @triton.jit
 def latent_kernel(
     q_latent, q_rope, pages, block_tables, rows, first, stop, cached, drafts, drafts_of_row, sinks, k_scale,
@@ -113,7 +117,6 @@ def latent_kernel(
     begin = first_tile + part * each
     end = tl.minimum(begin + each, tl.cdiv(high, BLOCK_K))
 
-    new_from = None if drafts is None else tl.load(cached + batch * problem.T + token)
     maximum = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS * HEADS], tl.float32)
     if sinks is not None:
@@ -121,12 +124,26 @@ def latent_kernel(
         maximum = LOG2E * tl.load(sinks + batch * problem.sinks + head, mask=is_first, other=float("-inf"))
         total = is_first.to(tl.float32)
     acc = tl.zeros([WIDTH, TOKENS * HEADS] if TRANSPOSED else [TOKENS * HEADS, WIDTH], tl.float32)
-    for tile in tl.range(begin, end):
+    # Every token of a row sees the cached keys, as far as its window, and the bits of drafts say which others.
+    low, high = tl.maximum(low, begin * BLOCK_K), tl.minimum(high, end * BLOCK_K)
+    stop_cached, new_from = high, 0
+    if drafts is not None:
+        new_from = tl.load(cached + batch * problem.T + token)
+        stop_cached = tl.minimum(tl.maximum(new_from, low), high)
+    for tile in tl.range(begin, tl.where(low < stop_cached, tl.cdiv(stop_cached, BLOCK_K), begin)):
         maximum, total, acc = attend_tile(
-            tile, low, high, first_of, stop_of, batch, sequence, row, at, is_token, c, d, latents, ropes, pages,
+            tile, low, stop_cached, first_of, stop_of, batch, sequence, row, at, is_token, c, d, latents, ropes, pages,
             block_tables, new_from, drafts, drafts_of_row, k_scale, maximum, total, acc,
-            problem, BLOCK_K, WIDTH, ROPE, TRANSPOSED,
+            problem, BLOCK_K, WIDTH, ROPE, TRANSPOSED, DRAFTS=False,
         )  # fmt: skip
+    if drafts is not None:
+        begin = stop_cached // BLOCK_DRAFTS
+        for tile in tl.range(begin, tl.where(stop_cached < high, tl.cdiv(high, BLOCK_DRAFTS), begin)):
+            maximum, total, acc = attend_tile(
+                tile, stop_cached, high, first_of, stop_of, batch, sequence, row, at, is_token, c, d, latents, ropes,
+                pages, block_tables, new_from, drafts, drafts_of_row, k_scale, maximum, total, acc,
+                problem, BLOCK_DRAFTS, WIDTH, ROPE, TRANSPOSED, DRAFTS=True,
+            )  # fmt: skip
     acc /= tl.expand_dims(tl.where(total == 0.0, 1.0, total), KEYS)
     if TRANSPOSED:
         acc = tl.trans(acc)
@@ -141,14 +158,17 @@ def attend_tile(
     tile, low, high, first_of, stop_of, batch, sequence, row, at, is_token, c, d, latents, ropes, pages,
     block_tables, new_from, drafts, drafts_of_row, k_scale, maximum, total, acc,
     problem: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """The softmax so far, with the keys of one tile."""
+    """The softmax so far, with the keys low ≤ j < high of one tile; DRAFTS: whether there are drafts among them."""
     KEYS: tl.constexpr = 0 if TRANSPOSED else 1  # the axis of a tile of logits that they are along
     position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     at_key = tl.expand_dims(position, 1 - KEYS)
     visible = (at_key >= tl.expand_dims(first_of, KEYS)) & (at_key < tl.expand_dims(stop_of, KEYS))
     needed = (position >= low) & (position < high)
     if drafts is not None:
+        visible &= tl.expand_dims(needed, 1 - KEYS)
+    if DRAFTS:
         new = position - new_from
         tokens, asked = tl.expand_dims(at, KEYS), tl.expand_dims(is_token, KEYS)
         visible &= (at_key < new_from) | of_drafts(drafts, tokens, asked, at_key - new_from, problem)
