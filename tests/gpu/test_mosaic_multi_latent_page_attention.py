@@ -60,10 +60,27 @@ def test_lengths(h, tokens, num_splits):
 
 @pytest.mark.parametrize("h, tokens", [(16, 1), (7, 2), (16, 2), (16, 70), (128, 70)])
 @pytest.mark.parametrize("options", [dict(window=9), dict(softcap=2.0), dict(window=70, num_splits=3)], ids=str)
-def test_options(h, tokens, options):
+@pytest.mark.parametrize("drafts", (0, 5, 70))
+def test_options(h, tokens, options, drafts):
     x = of_lengths((1, 65, 1000), tokens, h)
     scale = x.pop("softmax_scale")
+    if drafts:
+        mask = np.random.default_rng(1).random((len(x["q_latent"]), drafts)) < 0.5
+        x["draft_mask"] = jnp.asarray(mask)
     check(x, **options, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("h", (5, 16, 128))
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("sinks", (None, 1, 3))
+def test_drafts(h, dtype, sinks):
+    """Also of a sequence with more tokens than keys, and NaN in slots after each context."""
+    x = step(h, dtype=dtype, pages=dtype, page=64, **DEEPSEEK) | dict(draft_mask=tree(4))
+    if sinks:
+        x["sinks"] = jnp.asarray(np.random.default_rng(1).standard_normal((h, sinks)), jnp.float32)
+    check(x)
+    x, with_nan = poisoned(x)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(**with_nan), jax.jit(run)(**x))
 
 
 @pytest.mark.parametrize("sinks", [(16,), (16, 3)], ids=str)

@@ -36,7 +36,9 @@ def shapes(tokens=8, h=16, sequences=8, columns=64, page=64, latent=512, rope=64
 @pytest.mark.parametrize("options", [{}, dict(window=300, softcap=20.0)], ids=str)
 def test_lowers(h, page, options):
     spec, sinks = CacheSpec(softmax_scale=0.1, **options), jax.ShapeDtypeStruct((1, h, 1), jnp.float32)
-    for x in (shapes(h=h, page=page), shapes(300, h, page=page, dtype=jnp.float16, sinks=sinks)):
+    drafts = jax.ShapeDtypeStruct((1, 300, 40), jnp.bool_)
+    more = dict(page=page, dtype=jnp.float16, sinks=sinks)
+    for x in (shapes(h=h, page=page), shapes(300, h, **more), shapes(300, h, **more, draft_mask=drafts)):
         with lowering_for(HOPPER):
             assert supports(spec, x, HOPPER) is None
             config = space(spec, x, HOPPER)[0]
@@ -101,10 +103,9 @@ def test_a_config_asks_for_rows_that_there_are():
         (shapes(dtype=jnp.float32), SPEC, "q_latent is float32"),
         (shapes(k_scale=jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)), SPEC, "k_scale is not supported"),
         (shapes(), CacheSpec(softmax_scale=-0.1), "it must be > 0"),
-        (shapes(draft_mask=jax.ShapeDtypeStruct((1, 8, 3), jnp.bool_)), SPEC, "draft_mask is not supported"),
         (listed(0, h=64), SPEC, "no tokens, sequences, heads, slots or keys"),
     ],
-    ids=("latent", "page", "dtype", "k_scale", "scale", "draft_mask", "no keys"),
+    ids=("latent", "page", "dtype", "k_scale", "scale", "no keys"),
 )
 def test_refuses(x, spec, reason):
     assert reason in supports(spec, x, HOPPER)

@@ -20,7 +20,7 @@ from ejkernel.kernels._triton import _launch  # noqa: E402
 
 from . import compiler, interpreter  # noqa: E402
 from .latent_pages import LENGTHS, PAGE, TOKENS, P, defined, lists, poisoned, step, tree, unnamed  # noqa: E402
-from .paged import close, hidden_slots  # noqa: E402
+from .paged import close  # noqa: E402
 from .test_triton_compile import KINDS  # noqa: E402
 
 NAME = "multi_latent_page_attention"
@@ -89,25 +89,6 @@ def test_keys_after_the_context_are_invisible(interpreted):
     for drafts in (0, 3):
         x, with_nan = poisoned(step() | (dict(draft_mask=tree(drafts)) if drafts else {}))
         jax.tree.map(np.testing.assert_array_equal, run(with_nan), run(x))
-
-
-def test_an_invisible_draft_may_be_nan(interpreted):
-    """Between drafts that some token of its row sees."""
-    mask = tree(5).at[:, 2].set(False)
-    x, _ = poisoned(step() | dict(draft_mask=mask))
-    first = int(x["context_lens"][0]) - LENGTHS[0] + 2
-    with_nan = x | dict(pages=x["pages"].at[first // PAGE, first % PAGE].set(jnp.nan))
-    jax.tree.map(np.testing.assert_array_equal, run(with_nan), run(x))
-
-
-def test_a_draft_that_no_window_and_no_context_has_may_be_nan(interpreted):
-    """Drafts in a mask that are outside the window of a token, or in no context."""
-    mask = tree(5).at[:2, 0].set(False).at[3, 0].set(True)  # the fourth token's window begins after the first draft
-    mask = mask.at[11:13, 2].set(True).at[13:16, 2].set(False)  # of five tokens with three keys
-    x, _ = poisoned(step() | dict(draft_mask=mask))
-    hidden = hidden_slots(x, window=2)
-    with_nan = x | dict(pages=jnp.where(hidden[..., None], jnp.nan, x["pages"]))
-    jax.tree.map(np.testing.assert_array_equal, run(with_nan, window=2), run(x, window=2))
 
 
 @pytest.mark.slow

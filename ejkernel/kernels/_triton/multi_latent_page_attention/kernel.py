@@ -39,14 +39,16 @@ from .problem import Problem, strides_of
 from .rows import step_of, step_of_lists
 
 
-def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) -> Outputs:
-    """o [b,t,h,c] and lse [b,t,h]."""
+def multi_latent_page_attention(
+    x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig, of_cached: Outputs | None = None
+) -> Outputs:
+    """o [b,t,h,c] and lse [b,t,h]; of_cached: those of the cached keys and sinks, where only drafts are left."""
     (B, T, H, R), D, lists = x.q_latent.shape, x.q_rope.shape[3], x.indices is not None
     heads, tokens = rows_of(H, config)
     if lists:
         step, x = step_of_lists(x, spec)
     else:
-        step = step_of(x, spec, 1 if spec.batch_invariant else tokens)
+        step = step_of(x, spec, 1 if spec.batch_invariant else tokens, is_of_drafts=of_cached is not None)
     (_, pages, page, _), (_, sequences, columns) = x.pages.shape, x.block_tables.shape
     splits, rows = spec.num_splits or config.num_splits, step.rows.shape[1]
     problem = Problem(
@@ -61,6 +63,7 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
         latent_kernel,
         x.q_latent, x.q_rope, x.pages, x.block_tables, step.rows, step.first, step.stop, step.cached, step.drafts,
         step.drafts_of_row, None if x.sinks is None else jax.nn.logsumexp(x.sinks, axis=-1), x.k_scale,
+        *(of_cached or (None, None)),
         out_type=(of((B, T, splits, H, R), dtype if splits == 1 else jnp.float32), of((B, T, splits, H), jnp.float32)),
         grid=B * rows * splits * triton.cdiv(H, heads),
         config=of_launch(config),
@@ -88,7 +91,7 @@ BLOCK_DRAFTS = tl.constexpr(16)
 @triton.jit
 def latent_kernel(
     q_latent, q_rope, pages, block_tables, rows, first, stop, cached, drafts, drafts_of_row, sinks, k_scale,
-    o, lse,
+    o_cached, lse_cached, o, lse,
     problem: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     ROPE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
@@ -117,13 +120,9 @@ def latent_kernel(
     begin = first_tile + part * each
     end = tl.minimum(begin + each, tl.cdiv(high, BLOCK_K))
 
-    maximum = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([TOKENS * HEADS], tl.float32)
-    if sinks is not None:
-        is_first = inside & (part == 0)
-        maximum = LOG2E * tl.load(sinks + batch * problem.sinks + head, mask=is_first, other=float("-inf"))
-        total = is_first.to(tl.float32)
-    acc = tl.zeros([WIDTH, TOKENS * HEADS] if TRANSPOSED else [TOKENS * HEADS, WIDTH], tl.float32)
+    maximum, total, acc = softmax_before(
+        sinks, o_cached, lse_cached, part, batch, head, query, inside, c, problem, WIDTH, TRANSPOSED
+    )
     # Every token of a row sees the cached keys, as far as its window, and the bits of drafts say which others.
     low, high = tl.maximum(low, begin * BLOCK_K), tl.minimum(high, end * BLOCK_K)
     stop_cached, new_from = high, 0
@@ -151,6 +150,29 @@ def latent_kernel(
     is_written = inside[:, None] if problem.R == WIDTH else inside[:, None] & (c < problem.R)[None, :]
     tl.store(o + out[:, None] * problem.R + c[None, :], acc.to(o.dtype.element_ty), mask=is_written)
     tl.store(lse + out, maximum * LN2 + tl.log(total), mask=inside)
+
+
+@triton.jit
+def softmax_before(
+    sinks, o_cached, lse_cached, part, batch, head, query, inside, c,
+    problem: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The softmax of a row before its keys: that of the cached ones and sinks, of the sinks alone, or of nothing."""
+    rows: tl.constexpr = head.shape[0]
+    maximum = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    acc = tl.zeros([WIDTH, rows] if TRANSPOSED else [rows, WIDTH], tl.float32)
+    if sinks is not None:
+        is_first = inside & (part == 0)
+        maximum = LOG2E * tl.load(sinks + batch * problem.sinks + head, mask=is_first, other=float("-inf"))
+        total = is_first.to(tl.float32)
+    if o_cached is not None:
+        maximum = LOG2E * tl.load(lse_cached + query, mask=inside, other=float("-inf"))
+        total = (maximum > float("-inf")).to(tl.float32)
+        acc = load_rows(o_cached, query * problem.R, inside, c, problem.R, WIDTH).to(tl.float32)
+        if TRANSPOSED:
+            acc = tl.trans(acc)
+    return maximum, total, acc
 
 
 @triton.jit

@@ -34,14 +34,16 @@ class Step(NamedTuple):
     drafts_of_row: Array | None
 
 
-def step_of(x: Operands, spec: CacheSpec, tokens: int) -> Step:
-    """With rows of up to so many tokens."""
+def step_of(x: Operands, spec: CacheSpec, tokens: int, is_of_drafts: bool = False) -> Step:
+    """With rows of up to so many tokens, which see all of their keys or the drafts of these alone."""
     T, page, n = x.q_latent.shape[1], x.pages.shape[2], x.context_lens.shape[1]
     drafts = None if x.draft_mask is None else x.draft_mask.shape[2]
 
     def of_batch(context_lens, block_tables, query_start_loc, num_seqs, draft_mask):
         tables = context_lens, block_tables, query_start_loc, num_seqs
         queries = _visible(T, page, tables, draft_mask, spec)
+        if is_of_drafts:
+            queries = queries._replace(first=jnp.maximum(queries.first, queries.cached))
         count = jnp.clip(num_seqs[0], 0, n)
         rows = ragged_rows(context_lens, query_start_loc, count, T, page, spec.left, tokens, drafts)
         # No more rows than tokens have any, and those come first.

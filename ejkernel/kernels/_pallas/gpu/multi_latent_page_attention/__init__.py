@@ -11,6 +11,7 @@ from jax import Array
 
 from ejkernel.kernels._registry import configured_by, emits, kernel_registry, supported_if
 from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton import multi_latent_page_attention as of_triton
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
@@ -50,13 +51,14 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         )
     if spec.batch_invariant:
         return "batch_invariant is not supported by these kernels"
-    return (_refuses_pages(operands) if operands.indices is None else None) or refuses_scale(spec)
+    wrong = _refuses_pages(spec, operands, target) if operands.indices is None else None
+    return wrong or refuses_scale(spec)
 
 
-def _refuses_pages(operands: Operands) -> str | None:
+def _refuses_pages(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     if (page := operands.pages.shape[2]) % SMALLEST_PAGE or (page % BLOCK_K and BLOCK_K % page):
         return f"pages of {page} slots; the kernel takes 16, 32 and multiples of {BLOCK_K}"
-    return None if operands.draft_mask is None else "draft_mask is not supported by these kernels without indices"
+    return None if operands.draft_mask is None else of_triton.supports(spec, operands, target)
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[MultiLatentPageAttentionConfig]:

@@ -26,6 +26,7 @@ from .._launch import shared as swizzled_smem
 from ..flash_attention.plan import REGISTERS
 from ..ragged_page_attention.work import most_tiles
 from . import lists, pages, seesaw, transposed
+from .drafts import with_drafts
 from .merge import merged
 from .plan import BLOCK_K, HALF, READY, STAGES, Keys, Plan
 
@@ -58,7 +59,8 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
             **_consumers(plan).scratch(plan, dtype),
         ),
     )
-    return merged(o, lse, x, plan)
+    found = merged(o, lse, x, plan)
+    return found if plan.lists or x.draft_mask is None else with_drafts(found, x, spec)
 
 
 def plan_of(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) -> Plan:

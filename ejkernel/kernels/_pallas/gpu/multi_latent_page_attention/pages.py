@@ -22,11 +22,20 @@ from .plan import BLOCK_K, K_EMPTY, STAGES, Keys, Plan
 
 def keys_of_step(x: Operands, spec: CacheSpec, plan: Plan) -> Keys:
     """The block tables of all batches, and the work tiles."""
-    *tiles, _ = work_tiles(
+    tiles, total, _ = work_tiles(
         x.context_lens, x.query_start_loc, x.num_seqs, x.q_latent.shape[1], plan.tokens, 1, spec.left,
         plan.columns * plan.page,
     )  # fmt: skip
-    return Keys(x.pages.reshape(-1, plan.R + plan.D), x.block_tables.reshape(-1, plan.columns), None, *tiles)
+    if x.draft_mask is not None:
+        tiles = _without_drafts(tiles, x)
+    return Keys(x.pages.reshape(-1, plan.R + plan.D), x.block_tables.reshape(-1, plan.columns), None, tiles, total)
+
+
+def _without_drafts(tiles: Array, x: Operands) -> Array:
+    """Work tiles whose keys are those that were cached before the step."""
+    cached = (x.context_lens - jnp.diff(x.query_start_loc)).reshape(-1)
+    sequence, stop = (WorkTile._fields.index(name) for name in ("sequence", "stop"))
+    return tiles.at[:, stop].min(cached.at[tiles[:, sequence]].get(mode="clip"))
 
 
 def barriers(plan: Plan) -> plgpu.Barrier:
