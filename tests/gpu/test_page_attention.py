@@ -38,6 +38,13 @@ def test_heads_features_and_pages(h, g, d, e, page):
     check(decode_step(h, g, d, e, page, dtype="bfloat16", pages="bfloat16"))
 
 
+@pytest.mark.parametrize("pages", ("bfloat16", "int8"))
+@pytest.mark.parametrize("h, d", [(71, 64), (128, 128)])
+@pytest.mark.parametrize("num_splits", (None, 1, 3))
+def test_many_heads_of_a_key(h, d, pages, num_splits):
+    check(decode_step(h, 1, d, d, dtype="bfloat16", pages=pages), num_splits=num_splits)
+
+
 @pytest.mark.parametrize(
     "config", [dict(keys_per_block=16), dict(keys_per_block=128, num_warps=8, num_stages=2)], ids=str
 )

@@ -57,6 +57,14 @@ def test_heads_features_and_pages(h, g, d, page):
     check(ragged_step(h, g, d, dtype="bfloat16", pages="bfloat16", contexts=contexts, page=page))
 
 
+@pytest.mark.parametrize("pages", ("bfloat16", "float8_e4m3fn"))
+@pytest.mark.parametrize("h, d", [(71, 64), (128, 128)])
+@pytest.mark.parametrize("drafts", (0, 12))
+@pytest.mark.parametrize("options", ({}, dict(window=9)), ids=str)
+def test_many_heads_of_a_key(pages, h, d, drafts, options):
+    check(drafted(ragged_step(h, 1, d, dtype="bfloat16", pages=pages), drafts), **options)
+
+
 @pytest.mark.parametrize("pages", ("float8_e4m3fn", "int8"))
 @pytest.mark.parametrize("shape", [None, (), (2,), (P, PAGE, 2)], ids=str)
 def test_quantised_pages(pages, shape):

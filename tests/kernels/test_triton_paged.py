@@ -201,14 +201,16 @@ def test_a_plan_divides_a_decode(workers, options):
     check_call("page_attention", x, ejkernel.lax.page_plan(x["context_lens"], **of), **options)
 
 
-def test_many_heads_whose_keys_do_not_begin_with_a_tile():
+@pytest.mark.parametrize("h", (71, pytest.param(128, marks=pytest.mark.slow)))
+def test_many_heads_whose_keys_do_not_begin_with_a_tile(h):
     """A tile of more than 64 rows masks no key that all of them see."""
-    x = decode_step(h=128, g=1)
-    check_call("page_attention", x, ejkernel.lax.page_plan(x["context_lens"], page_size=8, workers=7))
-    rng = np.random.default_rng(0)
-    x = {name: jnp.asarray(rng.standard_normal((3, 64, 1, 16)), jnp.float32) for name in "kv"}
-    x |= dict(q=jnp.asarray(rng.standard_normal((3, 128, 16)), jnp.float32), sequence_start=jnp.asarray([5, 0, 20]))
-    check_call("ragged_decode_attention", x | dict(sequence_end=jnp.asarray([60, 64, 33])))
+    x, rng = decode_step(h=h, g=1, dtype="float16", pages="float16"), np.random.default_rng(0)
+    plan = ejkernel.lax.page_plan(x["context_lens"], page_size=8, workers=7)
+    assert_close(*computed("page_attention", *operands_of("page_attention", x, plan[None])), 2e-3)
+    x = {name: jnp.asarray(rng.standard_normal((3, 64, 1, 16)), jnp.float16) for name in "kv"}
+    x |= dict(q=jnp.asarray(rng.standard_normal((3, h, 16)), jnp.float16), sequence_start=jnp.asarray([5, 0, 20]))
+    x |= dict(sequence_end=jnp.asarray([60, 64, 33]))
+    assert_close(*computed("ragged_decode_attention", *operands_of("ragged_decode_attention", x)), 2e-3)
 
 
 @pytest.mark.parametrize("workers", (3, pytest.param(40, marks=pytest.mark.slow)))

@@ -238,16 +238,22 @@ STEPS = {
     "int8": (64, 8, 0, "int8"),
     "int8 and drafts": (64, 8, 8, "int8"),
 }
+STEPS_OF_MANY_HEADS = {
+    "many heads": (8, 128, 0, None),
+    "many heads and drafts": (64, 128, 8, None),
+    "many heads and int8": (8, 128, 0, "int8"),
+}
 
 
 @pytest.mark.parametrize(
     "target, kind, features, dtype",
     cases(LARGE, STEPS, (64, 128, 256), HALF)
-    + cases(LARGE, ("prefills", "prefills and drafts", "drafts"), (64, 128, 256), SINGLE),
+    + cases(LARGE, ("prefills", "prefills and drafts", "drafts"), (64, 128, 256), SINGLE)
+    + cases(LARGE, STEPS_OF_MANY_HEADS, (64, 128), HALF),
 )
 def test_ragged_page_attention(target, kind, features, dtype, monkeypatch):
     """Prefills and decodes are two launches."""
-    (tokens, group, drafts, pages), sequences, heads = STEPS[kind], 8, 8
+    (tokens, group, drafts, pages), sequences, heads = (STEPS | STEPS_OF_MANY_HEADS)[kind], 8, 8
     x = over_pages.Operands(
         array((1, tokens, heads * group, features), dtype),
         array((1, 512, 16, heads, 2, features), pages or dtype),

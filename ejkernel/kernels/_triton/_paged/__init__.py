@@ -20,6 +20,8 @@ from .tile_sizes import (
     TileConfig,
     decode_sizes,
     decode_tiles,
+    heads_of_group,
+    most_heads,
     power_of_two,
     prefill_sizes,
     width,
@@ -27,7 +29,7 @@ from .tile_sizes import (
 
 Config = TypeVar("Config", bound=OperationConfig)
 
-LARGEST_WIDTH, MOST_HEADS = 256, 64
+LARGEST_WIDTH = 256
 # Resident programs of the decoding kernels: as many as their registers allow, one for each warp scheduler. Pairs of
 # eight bits need fewer: 64 × 2048 keys of 8 heads took 70 µs with four programs resident on an H200, 88 with three.
 MOST_RESIDENT_WARPS, MOST_OF_PAIRS, FEWEST_RESIDENT_WARPS = 12, 16, 4
@@ -52,8 +54,9 @@ def refusal(target: Target, x: Shapes) -> str | None:
         return "no tokens, heads, features or slots"
     if (features := max(x.k.shape[-1], x.v.shape[-1])) > LARGEST_WIDTH:
         return f"{features} features; the kernels take up to {LARGEST_WIDTH}"
-    if (heads := x.q.shape[2] // x.k.shape[3]) > MOST_HEADS:
-        return f"{heads} query heads share a key/value head; the kernels take up to {MOST_HEADS}"
+    if (heads := heads_of_group(x)) > (most := most_heads(x)):
+        of = f"of {features} features in {x.q.dtype}"
+        return f"{heads} query heads share a key/value head; the kernels take up to {most} {of}"
     smallest = max(shared_memory(x, tiles) for tiles in (decode_tiles(x, *decode_sizes(x)[-1]), prefill_sizes(x)[-1]))
     return _launch.memory_refusal(smallest, target)
 

@@ -34,6 +34,7 @@ PREFILL_SIZES = (
     TileConfig(64, 32, 4, 2),
     TileConfig(64, 16, 4, 1),
 )
+PREFILL_SIZES_OF_MANY_HEADS = (*PREFILL_SIZES[:2], TileConfig(128, 32, 8, 2), TileConfig(128, 16, 8, 1))
 # With pages of eight bits, or beside drafts, larger tiles of 64 rows of more than 128 features spill registers.
 LARGE_DECODE_SIZES = ((64, 8, 3), (32, 8, 5), (32, 8, 3), (16, 8, 1))
 # Tensor cores do not multiply float32: a tile may have few rows, and a thread has the rows and columns of its products
@@ -84,7 +85,8 @@ def decode_sizes(x: Shapes) -> Sequence[tuple[int, int, int]]:
 def prefill_sizes(x: Shapes) -> Sequence[TileConfig]:
     """Tiles of a prefill, the likeliest first."""
     if not _is_float32(x):
-        return PREFILL_SIZES[2:] if x.drafts and _widest(x) > 128 else PREFILL_SIZES
+        sizes = PREFILL_SIZES if heads_of_group(x) <= LARGEST_DECODE_TILE else PREFILL_SIZES_OF_MANY_HEADS
+        return sizes[2:] if x.drafts and _widest(x) > 128 else sizes
     return [of for of in PREFILL_SIZES_OF_FLOAT32 if _is_in_registers(x, of.rows, of.keys, of.warps)]
 
 
@@ -104,9 +106,19 @@ def decode_tiles(x: Shapes, keys: int, warps: int, stages: int) -> TileConfig:
 
 def decode_rows(x: Shapes) -> int:
     """Rows of a tile for the heads of a group and the tokens of a sequence."""
-    heads = x.q.shape[2] // x.k.shape[3]
+    heads = heads_of_group(x)
     least = 1 if _is_float32(x) else SMALLEST_TILE
     return max(least, power_of_two(heads), min(LARGEST_DECODE_TILE, power_of_two(heads * x.tokens)))
+
+
+def heads_of_group(x: Shapes) -> int:
+    """The query heads that share a key/value head."""
+    return x.q.shape[2] // x.k.shape[3]
+
+
+def most_heads(x: Shapes) -> int:
+    """The most query heads of a group, which are rows of one tile; larger ones spill registers."""
+    return LARGEST_DECODE_TILE if _is_float32(x) or _widest(x) > 128 else 2 * LARGEST_DECODE_TILE
 
 
 def width(x: Any) -> int:
