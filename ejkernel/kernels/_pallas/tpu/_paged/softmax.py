@@ -45,7 +45,8 @@ def accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, pr
     is_visible = (key >= item.first) & (key < item.stop)
     visible = visible_to_rows(x.drafts, item, begin, rows, problem)
     if x.drafts is not None:
-        is_visible &= _is_visible_to_any(visible, item, problem)
+        of_any = lambda: _visible_to_any(visible, item, problem)
+        is_visible &= lax.cond(_has_drafts(item, begin, problem), of_any, lambda: jnp.ones(key.shape, jnp.float32)) > 0
     loaders = [
         cache.loader(buffer, slot, is_visible, x.q.dtype)
         for cache, buffer in zip(problem.caches, buffers[: len(problem.caches)], strict=True)
@@ -146,16 +147,27 @@ def visible_to_rows(drafts, item: WorkItem, begin, rows: int, problem: Problem) 
     key = begin + lax.broadcasted_iota(jnp.int32, (rows, problem.keys), 1)
     visible = (key >= first) & (key < stop)
     if drafts is not None:
-        width = drafts.shape[1]
-        new = begin - item.cached + lax.broadcasted_iota(jnp.int32, (problem.keys, width), 0)
-        is_draft = new == lax.broadcasted_iota(jnp.int32, (problem.keys, width), 1)
-        told = contract(drafts[...], is_draft.astype(jnp.float32).astype(drafts.dtype), (1, 1))
+        told = lambda: _told_of_drafts(drafts, item, begin, problem)
+        told = lax.cond(_has_drafts(item, begin, problem), told, lambda: jnp.zeros(key.shape, jnp.float32))
         visible &= (key < item.cached) | (told > 0.5)
     return visible
 
 
-def _is_visible_to_any(visible: jax.Array, item: WorkItem, problem: Problem) -> jax.Array:
-    """Whether a token of the work item sees a key of a block, bool [keys, 1], of which rows see which [rows, keys].
+def _has_drafts(item: WorkItem, begin, problem: Problem) -> jax.Array:
+    """Whether there are drafts in a block of keys; the mask is not read for others."""
+    return begin + problem.keys > item.cached
+
+
+def _told_of_drafts(drafts, item: WorkItem, begin, problem: Problem) -> jax.Array:
+    """1 where a row sees a draft of the block by its mask, else 0, float32 [rows, keys]."""
+    width = drafts.shape[1]
+    new = begin - item.cached + lax.broadcasted_iota(jnp.int32, (problem.keys, width), 0)
+    is_draft = new == lax.broadcasted_iota(jnp.int32, (problem.keys, width), 1)
+    return contract(drafts[...], is_draft.astype(jnp.float32).astype(drafts.dtype), (1, 1))
+
+
+def _visible_to_any(visible: jax.Array, item: WorkItem, problem: Problem) -> jax.Array:
+    """How many tokens of the work item see a key of a block, float32 [keys, 1], of which rows see which [rows, keys].
 
     A draft that none sees may hold NaN, which a weight of 0 does not hide. The sum over rows is a product, because
     that brings it from lanes to sublanes.
@@ -163,7 +175,7 @@ def _is_visible_to_any(visible: jax.Array, item: WorkItem, problem: Problem) -> 
     row = lax.broadcasted_iota(jnp.int32, visible.shape, 0)
     ours = _of_item(row, item, problem) & (item.position + _token_of(row, problem) >= 0)
     ones = jnp.ones((visible.shape[0], LANES), jnp.bfloat16)
-    return contract(jnp.where(visible & ours, 1.0, 0.0).astype(ones.dtype), ones, (0, 0))[:, :1] > 0.5
+    return contract(jnp.where(visible & ours, 1.0, 0.0).astype(ones.dtype), ones, (0, 0))[:, :1]
 
 
 def _token_of(row: jax.Array, problem: Problem) -> jax.Array:
