@@ -106,14 +106,21 @@ def test_prefills_beside_decodes(options, drafts):
 
 @pytest.mark.parametrize("pages", ("float16", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)))
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), dict(window=50)], ids=str)
-@pytest.mark.parametrize("num_splits", (1, pytest.param(3, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("num_splits", (1, None, pytest.param(3, marks=pytest.mark.slow)))
 def test_keys_of_the_cache_have_larger_tiles_than_drafts(num_splits, options, pages, monkeypatch):
-    """Of any number modulo both tiles; of sequences of many tokens, of one, and of more tokens than keys."""
+    """Of any number modulo both tiles; of sequences of many tokens, of one, and of more tokens than keys.
+
+    Without splits, with a plan of them, and with three.
+    """
     monkeypatch.setattr(_paged, "prefill_sizes", lambda x: (_paged.TileConfig(32, 64, 4, 1),))
     x = ragged((23, 1, 20, 0, 9), (140, 65, 60, 8, 5), h=2, d=32, drafts=21)
     x |= dict(q=x["q"].astype(jnp.float16), kv_pages=x["kv_pages"].astype(pages))
-    operands, spec = operands_of("ragged_page_attention", x, **options)
-    found, wanted = computed("ragged_page_attention", operands, spec, keys_per_block=64, num_splits=num_splits)
+    plan = None
+    if num_splits is None:
+        of = dict(page_size=8, num_tokens=len(x["q"]), workers=7, drafts=21, **options)
+        plan = ejkernel.lax.page_plan(x["context_lens"], x["query_start_loc"], **of)[None]
+    operands, spec = operands_of("ragged_page_attention", x, plan, **options)
+    found, wanted = computed("ragged_page_attention", operands, spec, keys_per_block=64, num_splits=num_splits or 1)
     assert_close(found, wanted, 2e-3)
 
 
