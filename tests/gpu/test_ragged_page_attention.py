@@ -21,6 +21,7 @@ from kernels.paged import (
 
 import ejkernel
 from ejkernel import lax
+from ejkernel.kernels._triton import _launch
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
@@ -72,6 +73,15 @@ def test_quantised_pages(pages, shape):
     if shape is not None:
         x |= {name: jnp.asarray(rng.uniform(0.1, 0.5, shape), jnp.float32) for name in ("k_scale", "v_scale")}
     check(x)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("h, g, d", [(6, 2, 64), (16, 1, 128), (4, 4, 72)])
+@pytest.mark.parametrize("drafts", (0, 12))
+def test_e4m3_that_the_kernel_converts(dtype, h, g, d, drafts, monkeypatch):
+    """As on GPUs that do not."""
+    monkeypatch.setattr(_launch, "dtype_of_cache", lambda dtype, target: np.dtype("uint8"))
+    check(drafted(ragged_step(h, g, d, dtype=dtype, pages="float8_e4m3fn"), drafts))
 
 
 def test_sinks():

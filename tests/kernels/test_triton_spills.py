@@ -238,6 +238,11 @@ STEPS = {
     "int8": (64, 8, 0, "int8"),
     "int8 and drafts": (64, 8, 8, "int8"),
 }
+STEPS_OF_E4M3 = {
+    "prefills and e4m3": (4096, 4, 0, "float8_e4m3fn"),
+    "e4m3": (64, 8, 0, "float8_e4m3fn"),
+    "e4m3 and drafts": (64, 8, 8, "float8_e4m3fn"),
+}
 STEPS_OF_MANY_HEADS = {
     "many heads": (8, 128, 0, None),
     "many heads and drafts": (64, 128, 8, None),
@@ -249,11 +254,12 @@ STEPS_OF_MANY_HEADS = {
     "target, kind, features, dtype",
     cases(LARGE, STEPS, (64, 128, 256), HALF)
     + cases(LARGE, ("prefills", "prefills and drafts", "drafts"), (64, 128, 256), SINGLE)
+    + cases(("sm_80",), STEPS_OF_E4M3, (64, 128, 256), HALF)
     + cases(LARGE, STEPS_OF_MANY_HEADS, (64, 128), HALF),
 )
 def test_ragged_page_attention(target, kind, features, dtype, monkeypatch):
     """Prefills and decodes are two launches."""
-    (tokens, group, drafts, pages), sequences, heads = (STEPS | STEPS_OF_MANY_HEADS)[kind], 8, 8
+    (tokens, group, drafts, pages), sequences, heads = (STEPS | STEPS_OF_E4M3 | STEPS_OF_MANY_HEADS)[kind], 8, 8
     x = over_pages.Operands(
         array((1, tokens, heads * group, features), dtype),
         array((1, 512, 16, heads, 2, features), pages or dtype),

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.interpreters.partial_eval import dce_rules
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -192,11 +193,23 @@ def dtype_refusal(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     return None
 
 
+def dtype_of_cache(dtype: Any, target: Target) -> Any:
+    """The dtype in which kernels get numbers of a cache: uint8 for e4m3 where Triton has no conversion of it."""
+    is_e4m3 = np.dtype(dtype).name == "float8_e4m3fn"
+    converts = target.platform == "cuda" and (target.compute_capability or 0) >= 89
+    return np.dtype("uint8") if is_e4m3 and not converts else dtype
+
+
 def cache_dtype_refusal(pages: jax.Array | jax.ShapeDtypeStruct, target: Target) -> str | None:
     """Why a target does not convert numbers of a cache, or None."""
-    if pages.dtype.name == "float8_e4m3fn" and (target.platform != "cuda" or target.compute_capability < 89):
+    if dtype_of_cache(pages.dtype, target) != pages.dtype:
         return f"float8_e4m3fn needs compute capability 8.9; {target} has {target.capability}"
     return None
+
+
+def of_cache(x: jax.Array) -> jax.Array:
+    """Numbers of a cache in the dtype in which kernels get them."""
+    return jax.lax.bitcast_convert_type(x, dtype_of_cache(x.dtype, gpu_target()))
 
 
 def features_refusal(**features: int) -> str | None:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import jax
+
 from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._pages import CacheSpec
@@ -47,9 +49,9 @@ KEYS_OF_INVARIANT_SPLIT = 1024
 
 def refusal(target: Target, x: Shapes) -> str | None:
     """Why the kernels do not take a call on a target, or None."""
-    wrong = _launch.refusal(target) or _launch.dtype_refusal("q", x.q) or _launch.cache_dtype_refusal(x.k, target)
-    if wrong:
+    if wrong := _launch.refusal(target) or _launch.dtype_refusal("q", x.q):
         return wrong
+    x = as_read(x, target)
     if 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
         return "no tokens, heads, features or slots"
     if (features := max(x.k.shape[-1], x.v.shape[-1])) > LARGEST_WIDTH:
@@ -59,6 +61,12 @@ def refusal(target: Target, x: Shapes) -> str | None:
         return f"{heads} query heads share a key/value head; the kernels take up to {most} {of}"
     smallest = max(shared_memory(x, tiles) for tiles in (decode_tiles(x, *decode_sizes(x)[-1]), prefill_sizes(x)[-1]))
     return _launch.memory_refusal(smallest, target)
+
+
+def as_read(x: Shapes, target: Target) -> Shapes:
+    """With the dtype in which kernels get keys and values."""
+    of = lambda a: jax.ShapeDtypeStruct(a.shape, _launch.dtype_of_cache(a.dtype, target))
+    return x._replace(k=of(x.k), v=of(x.v))
 
 
 def shared_memory(x: Shapes, tiles: TileConfig) -> int:
@@ -108,13 +116,14 @@ def _reads_tables(x: Shapes) -> bool:
 
 def prefill_tiles(x: Shapes) -> TileConfig:
     """The first tiles that fit the shared memory of the GPU that what is traced is for."""
-    limit = _launch.shared_memory_limit(gpu_target())
+    limit, x = _launch.shared_memory_limit(gpu_target()), as_read(x, gpu_target())
     return next(tiles for tiles in prefill_sizes(x) if shared_memory(x, tiles) <= limit)
 
 
 def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple[TileConfig, int]]:
     """Tiles and splits that may be best for sequences of up to so many keys, the likeliest first."""
     limit, cores = _launch.shared_memory_limit(target), target.core_count or DEFAULT_CORE_COUNT
+    x = as_read(x, target)
     programs = x.q.shape[0] * x.sequences * x.k.shape[3]
     fit = [of for size in decode_sizes(x) if shared_memory(x, of := decode_tiles(x, *size)) <= limit]
     fit = [of for of in fit if _resident(x, of, limit) * of.warps >= FEWEST_RESIDENT_WARPS] or fit

@@ -108,7 +108,10 @@ def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr, is_visible,
     at = row[:, None] * (features // 2) + column[None, :] + offset // 2
     at = x.to(tl.pointer_type(tl.int16), bitcast=True) + at
     pairs = tl.load(at) if is_visible is None else tl.load(at, mask=is_visible[:, None], other=0)
-    if problem.ptx:
+    if dtype == tl.uint8:
+        first = ((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)
+        return float16_of_e4m3(first), float16_of_e4m3((pairs & -0x8000) | ((pairs >> 1) & 0x3F80))
+    elif problem.ptx:
         return float16_by_ptx(pairs, dtype)
     elif dtype == tl.int8:
         # 1024 + 128 + x in float16, whose last bit is 1 there.
@@ -117,6 +120,13 @@ def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr, is_visible,
     else:
         first = pairs.to(tl.int8).to(dtype, bitcast=True).to(tl.float16)
         return first, (pairs >> 8).to(tl.int8).to(dtype, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def float16_of_e4m3(bits):
+    """e4m3 in float16, of its sign, and its exponent and mantissa at the places of float16's, whose bias is 8 more."""
+    magnitude: tl.constexpr = 0x3F80
+    return tl.where((bits & magnitude) == magnitude, float("nan"), bits.to(tl.float16, bitcast=True) * 256.0)
 
 
 @triton.jit
@@ -214,9 +224,15 @@ def is_drafted(draft_mask, draft, batch, token, problem: tl.constexpr):
 
 @triton.jit
 def in_dtype(x, queries):
-    """Keys or values as they are multiplied: eight bits in the dtype of the queries, which holds all of these."""
+    """Keys or values as they are multiplied: eight bits in the dtype of the queries, which holds all of these.
+
+    uint8 stands for e4m3, of GPUs that do not convert it.
+    """
     if x.dtype == queries.dtype:
         return x
+    elif x.dtype == tl.uint8:
+        bits = x.to(tl.int16)
+        return float16_of_e4m3(((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(queries.dtype)
     elif x.dtype == tl.int8:
         return x.to(tl.float32).to(queries.dtype)
     else:

@@ -84,6 +84,7 @@ def attend(
     where these may not depend on the step. `prefill(n)` gives o and lse of all tokens but those of sequences with 1 to
     n of them in the step, in the place of the launch that is made here; and `tiled_keys` if it has some of these too.
     """
+    x = x._replace(k=_launch.of_cache(x.k), v=_launch.of_cache(x.v))
     problem = _problem(x, spec, sequences, causal, sinks_of_empty)
     tokens, fixed = tiles.rows // (problem.H // problem.G), 0
     if spec.batch_invariant or _launch.is_rocm():  # splits of a plan are merged at once

@@ -35,7 +35,8 @@ PREFILL_SIZES = (
     TileConfig(64, 16, 4, 1),
 )
 PREFILL_SIZES_OF_MANY_HEADS = (*PREFILL_SIZES[:2], TileConfig(128, 32, 8, 2), TileConfig(128, 16, 8, 1))
-# With pages of eight bits, or beside drafts, larger tiles of 64 rows of more than 128 features spill registers.
+# Larger tiles of 64 rows spill registers: with pages of eight bits, or beside drafts, those of more than 128 features;
+# where the kernel converts e4m3 itself, which it gets as uint8, those of 128 too.
 LARGE_DECODE_SIZES = ((64, 8, 3), (32, 8, 5), (32, 8, 3), (16, 8, 1))
 # Tensor cores do not multiply float32: a tile may have few rows, and a thread has the rows and columns of its products
 # in registers, with all that they sum over; of larger tiles, or of fewer warps, most are spilled.
@@ -72,7 +73,7 @@ def decode_sizes(x: Shapes) -> Sequence[tuple[int, int, int]]:
     """Keys, warps and stages of a decode, the likeliest first."""
     rows = decode_rows(x)
     if not _is_float32(x):
-        is_large = (x.drafts or x.k.dtype.itemsize == 1) and rows * _widest(x) >= 64 * 256
+        is_large = (x.drafts or x.k.dtype.itemsize == 1) and rows * _widest(x) >= 64 * (128 if _is_uint8(x) else 256)
         return LARGE_DECODE_SIZES if is_large else DECODE_SIZES
     most_keys = 32 if x.drafts and rows >= 64 else 64
     return [
@@ -86,7 +87,7 @@ def prefill_sizes(x: Shapes) -> Sequence[TileConfig]:
     """Tiles of a prefill, the likeliest first."""
     if not _is_float32(x):
         sizes = PREFILL_SIZES if heads_of_group(x) <= LARGEST_DECODE_TILE else PREFILL_SIZES_OF_MANY_HEADS
-        return sizes[2:] if x.drafts and _widest(x) > 128 else sizes
+        return sizes[2:] if _is_uint8(x) or (x.drafts and _widest(x) > 128) else sizes
     return [of for of in PREFILL_SIZES_OF_FLOAT32 if _is_in_registers(x, of.rows, of.keys, of.warps)]
 
 
@@ -118,7 +119,8 @@ def heads_of_group(x: Shapes) -> int:
 
 def most_heads(x: Shapes) -> int:
     """The most query heads of a group, which are rows of one tile; larger ones spill registers."""
-    return LARGEST_DECODE_TILE if _is_float32(x) or _widest(x) > 128 else 2 * LARGEST_DECODE_TILE
+    is_one_tile = _is_float32(x) or _is_uint8(x) or _widest(x) > 128
+    return LARGEST_DECODE_TILE if is_one_tile else 2 * LARGEST_DECODE_TILE
 
 
 def width(x: Any) -> int:
@@ -137,3 +139,7 @@ def _widest(x: Shapes) -> int:
 
 def _is_float32(x: Shapes) -> bool:
     return x.q.dtype.itemsize == 4
+
+
+def _is_uint8(x: Shapes) -> bool:
+    return x.k.dtype == "uint8"
