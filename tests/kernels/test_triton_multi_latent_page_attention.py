@@ -202,6 +202,7 @@ EVERYTHING = dict(
     k_scale=jax.ShapeDtypeStruct((1, 8192, 64, 1), "float32"),
     draft_mask=jax.ShapeDtypeStruct((1, 512, 8), "bool"),
 )
+DRAFTS = dict(draft_mask=jax.ShapeDtypeStruct((1, 512, 256), "bool"))
 LISTS = dict(indices=jax.ShapeDtypeStruct((1, 128, 2048), "int32"))
 LISTS_OF_PREFILL = dict(indices=jax.ShapeDtypeStruct((1, 4096, 2048), "int32"))
 CALLS = {
@@ -212,6 +213,10 @@ CALLS = {
     "h128, e4m3": decode(128, pages="float8_e4m3fn"),
     "h16, int8": decode(16, pages="int8"),
     "h128, everything": decode(128, 512, **EVERYTHING),
+    "h16, drafts": decode(16, 512, **DRAFTS),
+    "h128, drafts": decode(128, 512, **DRAFTS),
+    "h16, int8, drafts": decode(16, 512, pages="int8", **DRAFTS),
+    "h128, int8, drafts": decode(128, 512, pages="int8", **DRAFTS),
     "h16, lists": decode(16, **LISTS),
     "h128, lists": decode(128, **LISTS),
     "h128, lists of a prefill": decode(128, 4096, **LISTS_OF_PREFILL),
@@ -219,6 +224,7 @@ CALLS = {
     "h16, float32": decode(16, pages="float32", dtype="float32"),
 }
 ALWAYS = ("sm_90", "h16"), ("sm_90", "h128"), ("sm_120", "h64"), ("sm_90", "h128, lists")
+ALWAYS += ("sm_90", "h128, drafts"), ("sm_90", "h128, int8, drafts")
 NVIDIA = [name for name in KINDS if name.startswith("sm_")]
 
 

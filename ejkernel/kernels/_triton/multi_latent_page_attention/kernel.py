@@ -84,10 +84,6 @@ def multi_latent_page_attention(
     return Outputs(jnp.where(valid[..., None], o, np.zeros((), dtype)), jnp.where(valid, lse, np.float32(-np.inf)))
 
 
-# Keys of a tile of drafts, whose bits take registers.
-BLOCK_DRAFTS = tl.constexpr(16)
-
-
 @triton.jit
 def latent_kernel(
     q_latent, q_rope, pages, block_tables, rows, first, stop, cached, drafts, drafts_of_row, sinks, k_scale,
@@ -123,17 +119,20 @@ def latent_kernel(
     maximum, total, acc = softmax_before(
         sinks, o_cached, lse_cached, part, batch, head, query, inside, c, problem, WIDTH, TRANSPOSED
     )
-    # Every token of a row sees the cached keys, as far as its window, and the bits of drafts say which others.
+    # Every token of a row sees the cached keys, as far as its window, and bits of drafts say which others. These take
+    # registers: tiles of drafts have few keys. With pages of eight bits two loops would spill, and all keys have one.
+    two_loops: tl.constexpr = drafts is not None and pages.dtype == q_latent.dtype
+    BLOCK_DRAFTS: tl.constexpr = 16 if two_loops else BLOCK_K
     low, high = tl.maximum(low, begin * BLOCK_K), tl.minimum(high, end * BLOCK_K)
     stop_cached, new_from = high, 0
     if drafts is not None:
         new_from = tl.load(cached + batch * problem.T + token)
-        stop_cached = tl.minimum(tl.maximum(new_from, low), high)
+        stop_cached = tl.minimum(tl.maximum(new_from, low), high) if two_loops else low
     for tile in tl.range(begin, tl.where(low < stop_cached, tl.cdiv(stop_cached, BLOCK_K), begin)):
         maximum, total, acc = attend_tile(
             tile, low, stop_cached, first_of, stop_of, batch, sequence, row, at, is_token, c, d, latents, ropes, pages,
             block_tables, new_from, drafts, drafts_of_row, k_scale, maximum, total, acc,
-            problem, BLOCK_K, WIDTH, ROPE, TRANSPOSED, DRAFTS=False,
+            problem, BLOCK_K, WIDTH, ROPE, TRANSPOSED, DRAFTS=False, CUT=two_loops,
         )  # fmt: skip
     if drafts is not None:
         begin = stop_cached // BLOCK_DRAFTS
@@ -141,7 +140,7 @@ def latent_kernel(
             maximum, total, acc = attend_tile(
                 tile, stop_cached, high, first_of, stop_of, batch, sequence, row, at, is_token, c, d, latents, ropes,
                 pages, block_tables, new_from, drafts, drafts_of_row, k_scale, maximum, total, acc,
-                problem, BLOCK_DRAFTS, WIDTH, ROPE, TRANSPOSED, DRAFTS=True,
+                problem, BLOCK_DRAFTS, WIDTH, ROPE, TRANSPOSED, DRAFTS=True, CUT=two_loops,
             )  # fmt: skip
     acc /= tl.expand_dims(tl.where(total == 0.0, 1.0, total), KEYS)
     if TRANSPOSED:
@@ -180,15 +179,18 @@ def attend_tile(
     tile, low, high, first_of, stop_of, batch, sequence, row, at, is_token, c, d, latents, ropes, pages,
     block_tables, new_from, drafts, drafts_of_row, k_scale, maximum, total, acc,
     problem: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, TRANSPOSED: tl.constexpr,
-    DRAFTS: tl.constexpr,
+    DRAFTS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """The softmax so far, with the keys low ≤ j < high of one tile; DRAFTS: whether there are drafts among them."""
+    """The softmax so far, with the keys of one tile.
+
+    DRAFTS: whether drafts may be among them; CUT: whether those outside of low ≤ j < high are another loop's.
+    """
     KEYS: tl.constexpr = 0 if TRANSPOSED else 1  # the axis of a tile of logits that they are along
     position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     at_key = tl.expand_dims(position, 1 - KEYS)
     visible = (at_key >= tl.expand_dims(first_of, KEYS)) & (at_key < tl.expand_dims(stop_of, KEYS))
     needed = (position >= low) & (position < high)
-    if drafts is not None:
+    if CUT:
         visible &= tl.expand_dims(needed, 1 - KEYS)
     if DRAFTS:
         new = position - new_from
