@@ -1,4 +1,4 @@
-"""Executes the few instructions of PTX that quantized_matmul writes, for the 32 lanes of a warp, in NumPy."""
+"""Executes the few instructions of PTX that kernels write themselves, for the 32 lanes of a warp, in NumPy."""
 
 import re
 
@@ -49,6 +49,15 @@ def _computed(name: str, given: list[np.ndarray]) -> np.ndarray:
             return given[0] ^ given[1]
         case ["shr", "u32"]:
             return given[0] >> given[1]
+        case ["shl", "b32"]:
+            return given[0] << given[1]
+        case ["and", "b32"]:
+            return given[0] & given[1]
+        case ["add", "u32"]:
+            return given[0] + given[1]
+        case ["mul", pair]:
+            a, b = (_pair(x, pair.removesuffix("x2")) for x in given)
+            return _word(a * b)
         case ["lop3", "b32"] if given[3][0] == 0xEA:
             return given[0] & given[1] | given[2]
         case ["prmt", "b32"]:

@@ -10,10 +10,11 @@ triton = pytest.importorskip("triton")
 from ejkernel.kernels._registry import kernel_registry  # noqa: E402
 from ejkernel.kernels._target import lowering_for  # noqa: E402
 from ejkernel.kernels._triton import _launch  # noqa: E402
+from ejkernel.kernels._triton._paged.attend import E4M3_IN_PTX  # noqa: E402
 from ejkernel.modules._operation import OPERATIONS  # noqa: E402
 from ejkernel.types import Target  # noqa: E402
 
-from . import interpreter  # noqa: E402
+from . import interpreter, ptx  # noqa: E402
 
 GPUS = ("NVIDIA A100-SXM4-80GB", "NVIDIA H200")
 
@@ -49,6 +50,18 @@ def test_every_number(features):
     o = wide(computed("page_attention", x)[0].o[0])
     np.testing.assert_array_equal(o, np.repeat(wide(values), 3, axis=1))
     assert np.isnan(o).any()
+
+
+def test_every_pair_in_ptx():
+    """Two pairs of bytes in a word, of all 65,536."""
+    codes = np.arange(2**16, dtype=np.uint16)
+    words = np.stack([codes, codes[::-1]], -1).reshape(-1).view(np.uint32).reshape(-1, 32)
+    bytes_of = words.view(np.uint8).reshape(*words.shape, 2, 2).view("float8_e4m3fn").astype(np.float32)
+    for n, given in enumerate(words):
+        found = np.zeros((2, 32), np.uint32)
+        ptx.execute(E4M3_IN_PTX.value, [*found, given])
+        halves = found.view(np.float16).reshape(2, 32, 2).astype(np.float32)
+        np.testing.assert_array_equal(halves, np.moveaxis(bytes_of[n], -1, 0))
 
 
 @pytest.mark.parametrize("features", (32, 24), ids=("pairs", "one by one"))

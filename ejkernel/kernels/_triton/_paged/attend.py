@@ -10,6 +10,28 @@ import triton.language as tl
 
 from .softmax import LOG2E
 
+# e4m3 in float16, as `float16_of_e4m3` has it: of the lower and of the upper bytes of two words of sixteen bits. In NaN
+# alone a 1 added to the mantissa gives bit 14; bit 13 makes its product NaN again.
+E4M3_IN_PTX = tl.constexpr("""{
+.reg .b32 magnitude, sign, carry, scale;
+mov.b32 scale, 0x5C005C00;
+shl.b32 magnitude, $2, 7;
+and.b32 magnitude, magnitude, 0x3F803F80;
+shl.b32 sign, $2, 8;
+lop3.b32 $0, sign, 0x80008000, magnitude, 0xEA;
+mul.f16x2 $0, $0, scale;
+add.u32 carry, magnitude, 0x00800080;
+shr.u32 carry, carry, 1;
+lop3.b32 $0, carry, 0x20002000, $0, 0xEA;
+shr.u32 magnitude, $2, 1;
+and.b32 magnitude, magnitude, 0x3F803F80;
+lop3.b32 $1, $2, 0x80008000, magnitude, 0xEA;
+mul.f16x2 $1, $1, scale;
+add.u32 carry, magnitude, 0x00800080;
+shr.u32 carry, carry, 1;
+lop3.b32 $1, carry, 0x20002000, $1, 0xEA;
+}""")
+
 
 @triton.jit
 def attend_tile(
@@ -108,11 +130,11 @@ def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr, is_visible,
     at = row[:, None] * (features // 2) + column[None, :] + offset // 2
     at = x.to(tl.pointer_type(tl.int16), bitcast=True) + at
     pairs = tl.load(at) if is_visible is None else tl.load(at, mask=is_visible[:, None], other=0)
-    if dtype == tl.uint8:
+    if problem.ptx:
+        return float16_by_ptx(pairs, dtype)
+    elif dtype == tl.uint8:
         first = ((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)
         return float16_of_e4m3(first), float16_of_e4m3((pairs & -0x8000) | ((pairs >> 1) & 0x3F80))
-    elif problem.ptx:
-        return float16_by_ptx(pairs, dtype)
     elif dtype == tl.int8:
         # 1024 + 128 + x in float16, whose last bit is 1 there.
         first = ((pairs & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
@@ -149,6 +171,10 @@ def float16_by_ptx(pairs, dtype: tl.constexpr):
             dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
+        )
+    elif dtype == tl.uint8:
+        return tl.inline_asm_elementwise(
+            E4M3_IN_PTX, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
         return tl.inline_asm_elementwise(
