@@ -209,7 +209,8 @@ def cache_dtype_refusal(pages: jax.Array | jax.ShapeDtypeStruct, target: Target)
 
 def of_cache(x: jax.Array) -> jax.Array:
     """Numbers of a cache in the dtype in which kernels get them."""
-    return jax.lax.bitcast_convert_type(x, dtype_of_cache(x.dtype, gpu_target()))
+    dtype = dtype_of_cache(x.dtype, gpu_target())
+    return x if dtype == x.dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def features_refusal(**features: int) -> str | None:
