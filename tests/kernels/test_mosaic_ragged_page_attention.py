@@ -119,7 +119,7 @@ def test_few_tokens_are_decoded():
         ("pages of 8 slots", {}, dict(page=8)),
         ("a head dim of 96", {}, dict(d=96)),
         ("q is float32", {}, dict(dtype=jnp.float32)),
-        ("draft_mask", {}, dict(draft_mask=jax.ShapeDtypeStruct((1, 640, 4), jnp.bool_))),
+        ("draft_mask with a window", dict(window=9), dict(draft_mask=jax.ShapeDtypeStruct((1, 640, 4), jnp.bool_))),
         ("k_scale", {}, dict(k_scale=jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32))),
         ("softmax_scale is -0.1", dict(softmax_scale=-0.1), {}),
         ("softcap is 200", dict(softcap=200.0), {}),
@@ -170,13 +170,13 @@ def test_tiles_hold_every_token_once(monkeypatch):
     assert sorted(sizes, reverse=True)[0] == sizes[0]
 
 
-def a_step(page, d, h=4, g=2, window=None):
-    """Arguments with NaN in unread entries, where tables have no valid pages."""
+def a_step(page, d, h=4, g=2, window=None, drafts=False):
+    """Arguments with NaN in unread entries, where tables have no valid pages; of no token with drafts sees any."""
     rng, n, columns = np.random.default_rng(0), len(LENGTHS), -(-max(CONTEXTS) // page) + 1
     lengths, contexts = np.asarray(LENGTHS), np.asarray(CONTEXTS)
     tables, key = rng.permutation(n * columns).reshape(n, columns), np.arange(columns * page)
     first = np.maximum(contexts - lengths - (window or 1000) + 1, 0)
-    used = (key >= first[:, None]) & (key < contexts[:, None])
+    used = (key >= first[:, None]) & (key < (contexts - drafts * lengths)[:, None])
     of_pages = np.zeros((n * columns, page), bool)
     of_pages[tables] = used.reshape(n, columns, page)
     pages = np.where(of_pages[..., None, None], rng.standard_normal((n * columns, page, 2 * g, d), np.float32), np.nan)
@@ -188,15 +188,16 @@ def a_step(page, d, h=4, g=2, window=None):
         block_tables=jnp.asarray(tables),
         query_start_loc=jnp.asarray(np.cumsum([0, *LENGTHS])),
         num_seqs=jnp.asarray([n - 1]),
+        **dict(draft_mask=jnp.zeros((sum(LENGTHS) + 9, 5), bool)) if drafts else {},
     )
 
 
 @pytest.mark.parametrize("page", (16, 64, 256))
-@pytest.mark.parametrize("window", (None, 130))
-def test_blocks_and_pages_are_those_of_a_step(page, window, monkeypatch):
+@pytest.mark.parametrize("window, drafts", [(None, False), (130, False), (None, True)])
+def test_blocks_and_pages_are_those_of_a_step(page, window, drafts, monkeypatch):
     """The kernel as a loop: blocks from the plan, masks in those that are not full, zeros instead of hidden values."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
-    x, least = a_step(page, 64, window=window), 17
+    x, least = a_step(page, 64, window=window, drafts=drafts), 17
     call = OPERATIONS["ragged_page_attention"].prepare_arguments(**x, window=window)
     operands, spec = Operands(**{n: a for n, a in call.named.items() if a is not None}), call.spec
     with lowering_for(HOPPER):
@@ -204,8 +205,9 @@ def test_blocks_and_pages_are_those_of_a_step(page, window, monkeypatch):
     (T, H, D), problem = x["q"].shape, plan.problem
     left = None if window is None else window - 1
     table, total, _ = work_tiles(
-        operands.context_lens, operands.query_start_loc, operands.num_seqs, T, plan.tokens, least, left, problem.K
-    )
+        operands.context_lens, operands.query_start_loc, operands.num_seqs, T, plan.tokens, least, left, problem.K,
+        is_before_step=drafts,
+    )  # fmt: skip
     kv, block_tables = wide(operands.kv_pages).reshape(-1, 2 * problem.G, D), operands.block_tables[0]
     o, lse = np.full((T, H, D), np.nan), np.full((T, H), np.nan)
     rows = min(page, plan.block_k)
@@ -213,7 +215,7 @@ def test_blocks_and_pages_are_those_of_a_step(page, window, monkeypatch):
     for entry in np.asarray(table)[: int(total[0])]:
         of = WorkTile(*entry)
         ranges = [int(n) for n in plan.blocks_of_keys(of, 0)]
-        positions = of.position + np.arange(of.tokens)[:, None]
+        positions = np.minimum(of.position + np.arange(of.tokens), of.stop - 1)[:, None]
         logits, values = [], []
         for block in range(ranges[0], ranges[1]):
             slots, (hides, begin, end) = places(of, block)

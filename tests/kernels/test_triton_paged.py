@@ -2,12 +2,11 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, assert_close
-from kernels.paged import close, decode_defined, decode_step, hidden_slots, ragged, wide
+from kernels.paged import close, decode_defined, decode_step, ragged, wide
 
 triton = pytest.importorskip("triton")
 import ejkernel  # noqa: E402
@@ -102,26 +101,6 @@ def check_call(operation, x, plan=None, **options):
 def test_prefills_beside_decodes(options, drafts):
     """Sequences of many tokens, of one, of few, and of none."""
     check_call("ragged_page_attention", ragged((23, 1, 4, 0, 9), (40, 17, 4, 8, 30), drafts=drafts), **options)
-
-
-@pytest.mark.parametrize("pages", ("float16", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)))
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), dict(window=50)], ids=str)
-@pytest.mark.parametrize("num_splits", (1, None, pytest.param(3, marks=pytest.mark.slow)))
-def test_keys_of_the_cache_have_larger_tiles_than_drafts(num_splits, options, pages, monkeypatch):
-    """Of any number modulo both tiles; of sequences of many tokens, of one, and of more tokens than keys.
-
-    Without splits, with a plan of them, and with three.
-    """
-    monkeypatch.setattr(_paged, "prefill_sizes", lambda x: (_paged.TileConfig(32, 64, 4, 1),))
-    x = ragged((23, 1, 20, 0, 9), (140, 65, 60, 8, 5), h=2, d=32, drafts=21)
-    x |= dict(q=x["q"].astype(jnp.float16), kv_pages=x["kv_pages"].astype(pages))
-    plan = None
-    if num_splits is None:
-        of = dict(page_size=8, num_tokens=len(x["q"]), workers=7, drafts=21, **options)
-        plan = ejkernel.lax.page_plan(x["context_lens"], x["query_start_loc"], **of)[None]
-    operands, spec = operands_of("ragged_page_attention", x, plan, **options)
-    found, wanted = computed("ragged_page_attention", operands, spec, keys_per_block=64, num_splits=num_splits or 1)
-    assert_close(found, wanted, 2e-3)
 
 
 @pytest.mark.parametrize("num_splits", (1, 3))
@@ -277,23 +256,3 @@ def test_invisible_keys_may_be_nan():
         results.append(computed("ragged_page_attention", operands, call.spec)[0])
     for clean, poisoned in zip(*results, strict=True):
         np.testing.assert_array_equal(clean, poisoned)
-
-
-@pytest.mark.parametrize("window", (None, 3))
-@pytest.mark.parametrize("dtype, pages", [("float32", "float32"), ("bfloat16", "float8_e4m3fn")])
-def test_an_invisible_draft_may_be_nan(dtype, pages, window):
-    """Because no mask names it, or only for tokens whose window it is outside of, or which are in no context."""
-    x = ragged((5, 1, 3), (20, 13, 1), d=32, drafts=5, seed=2)
-    x["draft_mask"] = x["draft_mask"].at[:, 1].set(False).at[5].set(False)
-    x["block_tables"] = jnp.arange(x["block_tables"].size).reshape(x["block_tables"].shape)
-    scales = np.random.default_rng(1).uniform(0.5, 1.5, (2, *x["kv_pages"].shape[:2], 2))
-    x |= dict(zip(("k_scale", "v_scale"), jnp.asarray(scales, jnp.float32), strict=True))
-    x |= dict(q=x["q"].astype(dtype), kv_pages=x["kv_pages"].astype(pages))
-    hidden = jnp.asarray(hidden_slots(x, window))[..., None]
-    assert hidden[2, 0] or window is None  # of the last sequence, whose first two tokens are in no context
-    with_nan = {name: jnp.where(hidden, jnp.nan, x[name]) for name in ("k_scale", "v_scale")}
-    with_nan["kv_pages"] = jnp.where(hidden[..., None], jnp.asarray(jnp.nan, pages), x["kv_pages"])
-    run = lambda x: computed("ragged_page_attention", *operands_of("ragged_page_attention", x, window=window))
-    for found, clean in zip(run(x | with_nan), run(x), strict=True):
-        assert np.isfinite(wide(found[0])).all()
-        jax.tree.map(np.testing.assert_array_equal, found, clean)

@@ -61,6 +61,12 @@ def test_decodes_beside_prefills(name, most_keys, least_decodes, monkeypatch):
     check(steps(name, 2, 9), 16, 40, 100, monkeypatch, most_keys, least_decodes)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("left", (None, 40))
+def test_keys_before_the_step(name, left, monkeypatch):
+    check(steps(name, 2, 5), 16, 9, left, monkeypatch, is_before_step=True)
+
+
 @pytest.mark.parametrize("name", ("fewer sequences", "equal contexts", "anything"))
 def test_sequences_and_tiles_are_taken_in_blocks(name, monkeypatch):
     monkeypatch.setattr(work, "MOST_AT_ONCE", 8)
@@ -76,12 +82,12 @@ def test_compiles(n, monkeypatch):
     assert not compiler.binary(launch, compiler.TARGETS["sm_90"]).spilled
 
 
-def check(step, block_q, least, left, monkeypatch, *decodes):
+def check(step, block_q, least, left, monkeypatch, *decodes, **how):
     options = TOKENS, block_q, least, left, KEYS, *decodes
-    wanted, *counts = work_tiles.work_tiles(*step, *options)
+    wanted, *counts = work_tiles.work_tiles(*step, *options, **how)
     with monkeypatch.context() as patch:
         patch.setattr(_launch, "launch", interpreter.launch)
-        found, *found_counts = work.work_tiles(*step, *options)
+        found, *found_counts = work.work_tiles(*step, *options, **how)
     assert found.shape == wanted.shape and found.dtype == wanted.dtype == jnp.int32
     assert jax.tree.map(jnp.shape, found_counts) == jax.tree.map(jnp.shape, counts)
     jax.tree.map(np.testing.assert_array_equal, found_counts, counts)

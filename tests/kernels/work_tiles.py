@@ -9,7 +9,7 @@ from ejkernel.kernels._visibility import interval
 
 def work_tiles(
     context_lens: Array, query_start_loc: Array, num_seqs: Array, tokens: int, block_q: int, least: int,
-    left: int | None, keys: int, most_keys: int = 0, least_decodes: int = 0,
+    left: int | None, keys: int, most_keys: int = 0, least_decodes: int = 0, is_before_step: bool = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The table [most_tiles, 6], how many of its entries are work tiles [1], and the keys of decodes with some."""
     batches, sequences = context_lens.shape
@@ -28,7 +28,8 @@ def work_tiles(
     start = jnp.concatenate([bounds[:, :-1], jnp.zeros_like(begin), end], 1)
     context = jnp.pad(context_lens, ((0, 0), (0, 2)))
     position = context - length
-    first, stop = interval(position, left, None, 0, jnp.clip(context, 0, keys))
+    stop = jnp.clip(context, 0, keys)
+    first, stop = interval(position, left, None, 0, jnp.minimum(stop, position) if is_before_step else stop)
     found = WorkTile(
         token=start + batch[:, None] * tokens,
         tokens=length,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from jax import Array
 
@@ -63,14 +64,28 @@ def attended(
     """o and lse; `prefill` computes the sequences that are not decoded, as `launch.attend` has it: those with more than
     `tokens`, if these are given.
     """
-    from ._paged.launch import Step, attend
+    from ._paged.launch import attend
 
-    step = Step(
-        x.q, x.kv_pages, x.kv_pages, x.context_lens, x.query_start_loc, x.num_seqs, None, x.block_tables, x.sinks,
-        x.k_scale, x.v_scale, x.draft_mask, x.plan,
-    )  # fmt: skip
     tiles, splits = _paged.tiles_of(_shapes(spec, x, tokens), config), spec.num_splits or config.num_splits
-    return Outputs(*attend(step, spec, x.block_tables.shape[1], splits, tiles, prefill=prefill))
+    return Outputs(*attend(_step(x), spec, x.block_tables.shape[1], splits, tiles, prefill=prefill))
+
+
+def with_drafts(x: Operands, spec: CacheSpec, of_cached: Outputs) -> Outputs:
+    """o and lse, from those of the keys that were cached before the step and of the sinks."""
+    from ._paged.launch import with_drafts
+
+    return Outputs(**with_drafts(_step(x), spec, x.block_tables.shape[1], of_cached._asdict()))
+
+
+def _step(x: Operands) -> Any:
+    """The arrays as the launches have them."""
+    from ._paged.drafts import in_words
+    from ._paged.launch import Step
+
+    return Step(
+        x.q, x.kv_pages, x.kv_pages, x.context_lens, x.query_start_loc, x.num_seqs, None, x.block_tables, x.sinks,
+        x.k_scale, x.v_scale, None if x.draft_mask is None else in_words(x.draft_mask), x.plan,
+    )  # fmt: skip
 
 
 def _shapes(spec: CacheSpec, x: Operands, tokens: int | None) -> _paged.Shapes:

@@ -26,6 +26,7 @@ from .tile_sizes import (
     most_heads,
     power_of_two,
     prefill_sizes,
+    sizes_of_drafts,
     width,
 )
 
@@ -115,9 +116,19 @@ def _reads_tables(x: Shapes) -> bool:
 
 
 def prefill_tiles(x: Shapes) -> TileConfig:
-    """The first tiles that fit the shared memory of the GPU that what is traced is for."""
-    limit, x = _launch.shared_memory_limit(gpu_target()), as_read(x, gpu_target())
-    return next(tiles for tiles in prefill_sizes(x) if shared_memory(x, tiles) <= limit)
+    """The first tiles of a prefill that fit the GPU that what is traced is for."""
+    x = as_read(x, gpu_target())
+    return _fitting(x, prefill_sizes(x))
+
+
+def tiles_of_drafts(x: Shapes, batch_invariant: bool) -> TileConfig:
+    """The same of a launch that has drafts alone."""
+    return _fitting(x, sizes_of_drafts(x, None if batch_invariant else gpu_target().core_count))
+
+
+def _fitting(x: Shapes, sizes: Sequence[TileConfig]) -> TileConfig:
+    limit = _launch.shared_memory_limit(gpu_target())
+    return next(tiles for tiles in sizes if shared_memory(x, tiles) <= limit)
 
 
 def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple[TileConfig, int]]:

@@ -8,6 +8,7 @@ power of two for each row, so that it fits float16.
 import triton
 import triton.language as tl
 
+from .drafts import is_drafted
 from .softmax import LOG2E
 
 # e4m3 in float16, as `float16_of_e4m3` has it: of the lower and of the upper bytes of two words of sixteen bits. In NaN
@@ -35,24 +36,24 @@ lop3.b32 $1, carry, 0x20002000, $1, 0xEA;
 
 @triton.jit
 def attend_tile(
-    tile, low, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, cached,
-    block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
+    tile, low, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, origin,
+    block_tables, k_scale, v_scale, drafts, multiplier, maximum, total, acc,
     problem: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAIRS: tl.constexpr,
     MASKED: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Updates the online softmax with the keys of one tile; without MASKED every token sees all of them.
 
-    Of the keys low ≤ j < high a token sees first_key ≤ j < stop_key; with DRAFTS, those before `cached` and those
-    that its mask says.
+    Tiles are counted from the key `origin`. Of the keys low ≤ j < high a token sees first_key ≤ j < stop_key, and with
+    DRAFTS those that its bits say, of which `origin` is the first.
     """
     k_strides: tl.constexpr = problem.k
     v_strides: tl.constexpr = problem.v
     k_scale_strides: tl.constexpr = problem.k_scale
     v_scale_strides: tl.constexpr = problem.v_scale
-    position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    position = origin + tile * BLOCK_K + tl.arange(0, BLOCK_K)
     # A slot that is not visible is not read: the nearest visible one is read instead.
     clamped_position = tl.minimum(tl.maximum(position, low), high - 1) if MASKED else position
-    page, slot = page_and_slot(block_tables, batch, sequence, tile, clamped_position, problem, BLOCK_K)
+    page, slot = page_and_slot(block_tables, batch, sequence, tile, clamped_position, problem, BLOCK_K, DRAFTS)
     row_of_k, row_of_v = row_at(k_strides, batch, page, slot, group), row_at(v_strides, batch, page, slot, group)
     if PAIRS:
         first, second = load_pairs(k, row_of_k, 0, problem.D, None, problem)
@@ -68,12 +69,14 @@ def attend_tile(
     is_visible = None
     if MASKED:
         visible_to = (clamped_position == position)[None, :]
-        if problem.causal and problem.drafts == 0:
+        if problem.causal and problem.draft_words == 0:
             visible_to = visible_to & (position[None, :] < stop_key[:, None])
         if problem.left is not None:
             visible_to = visible_to & (position[None, :] >= first_key[:, None])
         if DRAFTS:
-            visible_to = visible_to & is_drafted(draft_mask, position - cached, batch, token, problem)
+            asked = (token >= 0) & (token < problem.T)
+            row = batch * problem.T + token
+            visible_to = visible_to & is_drafted(drafts, row, asked, tile, problem.draft_words, BLOCK_K)
             # A draft that no token of the row sees has no weight, and its value, which 0 may not be a factor of, is 0.
             is_visible = tl.max(visible_to.to(tl.int32), 0) != 0
         s = tl.where(visible_to, s, float("-inf"))
@@ -203,13 +206,15 @@ def power_of_two(x):
 
 
 @triton.jit
-def page_and_slot(block_tables, batch, sequence, tile, position, problem: tl.constexpr, BLOCK_K: tl.constexpr):
+def page_and_slot(
+    block_tables, batch, sequence, tile, position, problem: tl.constexpr, BLOCK_K: tl.constexpr, DRAFTS: tl.constexpr
+):
     """The page and slot of the keys of a tile; a page number outside of the pool is clamped to it."""
     if block_tables is None:
         return sequence, position
     else:
         table = block_tables + (batch * problem.N + sequence).to(tl.int64) * problem.columns
-        if problem.page % BLOCK_K == 0:
+        if problem.page % BLOCK_K == 0 and not DRAFTS:
             page = tl.load(table + tl.minimum(tile // (problem.page // BLOCK_K), problem.columns - 1))
         else:
             page = tl.load(table + position // problem.page)
@@ -233,19 +238,6 @@ def scales_at(scales, strides: tl.constexpr, batch, page, slot, group, is_visibl
         return tl.load(scales + row_at(strides, batch, page, slot, group))
     else:
         return tl.load(scales + row_at(strides, batch, page, slot, group), mask=is_visible, other=0.0)
-
-
-@triton.jit
-def is_drafted(draft_mask, draft, batch, token, problem: tl.constexpr):
-    """Whether a token sees a draft, by its row of the mask, or a key before all drafts, whose number is negative."""
-    in_mask = (draft >= 0) & (draft < problem.drafts)
-    in_step = (token >= 0) & (token < problem.T)
-    told = tl.load(
-        draft_mask + (batch * problem.T + token).to(tl.int64)[:, None] * problem.drafts + draft[None, :],
-        mask=in_mask[None, :] & in_step[:, None],
-        other=0,
-    )
-    return (draft < 0)[None, :] | (told != 0)
 
 
 @triton.jit

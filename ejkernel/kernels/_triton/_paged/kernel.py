@@ -15,20 +15,23 @@ import triton
 import triton.language as tl
 
 from .attend import attend_tile, power_of_two, row_at
-from .softmax import LOG2E, merged, write, write_padding
+from .drafts import tiles_of_drafts
+from .softmax import LOG2E, merged, softmax_before, write, write_padding
 from .work import cached_keys, item_of_plan, keys_of_row, keys_of_tokens, row_of_program, split_of_keys
 
 
 @triton.jit
 def attend_kernel(
-    q, k, v, context_lens, starts, num_seqs, first_keys, block_tables, sinks, k_scale, v_scale, draft_mask, plan,
+    q, k, v, context_lens, starts, num_seqs, first_keys, block_tables, sinks, k_scale, v_scale, drafts, plan,
     tiled_keys, o, lse, o_splits, lse_splits, arrivals,
     problem: tl.constexpr, schedule: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, PAIRS: tl.constexpr,
+    SPLITS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_DRAFTS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) % problem.G
     unit = tl.program_id(0) // problem.G
+    if ROWS > 64:  # of a prefill the last tokens, which see most, come first
+        unit = tl.num_programs(0) // problem.G - 1 - unit
     batch, sequence, token, tokens, position, low, high, slot, split, splits = work_of_program(
         unit, context_lens, starts, num_seqs, first_keys, plan, tiled_keys, problem, schedule, BLOCK_K
     )
@@ -49,10 +52,11 @@ def attend_kernel(
     place = position + of_token
     # Of the rows of a tile that are those of no token, or of one in no context, none sees a draft.
     sees = tl.where(in_row & (place >= 0), token + of_token, -1)
+    maximum, total, acc = softmax_before(o, lse, at, in_step, e, problem, ROWS, V_WIDTH, PAIRS)
     maximum, total, acc = attend_keys(
         low, high, position, place, batch, sequence, group, sees, queries, k, v, context_lens, starts,
-        first_keys, block_tables, k_scale, v_scale, draft_mask, multiplier,
-        problem, ROWS, BLOCK_K, WIDTH, V_WIDTH, PAIRS, ALIGNED=plan is None and first_keys is None,
+        first_keys, block_tables, k_scale, v_scale, drafts, multiplier, maximum, total, acc,
+        problem, ROWS, BLOCK_K, WIDTH, V_WIDTH, PAIRS, BLOCK_DRAFTS, ALIGNED=plan is None and first_keys is None,
     )  # fmt: skip
     head = group * heads + row % heads
     whole: tl.constexpr = plan is None and schedule.splits == 1
@@ -125,57 +129,51 @@ def load_queries(q, k_scale, at, in_step, d, batch, group, problem: tl.constexpr
 @triton.jit
 def attend_keys(
     low, high, position, place, batch, sequence, group, token, queries, k, v, context_lens, starts,
-    first_keys, block_tables, k_scale, v_scale, draft_mask, multiplier,
+    first_keys, block_tables, k_scale, v_scale, drafts, multiplier, maximum, total, acc,
     problem: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr, ALIGNED: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_DRAFTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of a row over its keys low ≤ j < high, without the sinks; ALIGNED: whether a tile begins at low."""
-    if PAIRS:
-        acc = tl.zeros([ROWS, V_WIDTH // 2], tl.float32), tl.zeros([ROWS, V_WIDTH // 2], tl.float32)
-        is_float32: tl.constexpr = False
-    else:
-        acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
-        is_float32: tl.constexpr = queries.dtype == tl.float32
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    """The softmax of a row, continued over its keys low ≤ j < high; ALIGNED: whether a tile begins at low."""
     first_key, stop_key = keys_of_tokens(place, high, problem)
-    stop, cached = high, high
-    # Beside the mask of drafts, which each thread reads number by number, there are registers for tiles of few keys. In
-    # float32 a second loop with other tiles would spill more than it saves.
-    BLOCK_DRAFTS: tl.constexpr = BLOCK_K if is_float32 else 16
-    if problem.drafts:
+    stop = high
+    if problem.draft_words:
         cached = cached_keys(batch, sequence, context_lens, starts, problem)
-        stop = low if BLOCK_DRAFTS == BLOCK_K else tl.minimum(tl.maximum(cached, low), high)
-    begin = low // BLOCK_K
-    end = tl.where(low < stop, tl.cdiv(stop, BLOCK_K), begin)
-    # All slots of a dense cache, which are whole tiles.
-    every: tl.constexpr = context_lens is None and first_keys is None and problem.left is None
-    masked: tl.constexpr = not (every and not problem.causal and problem.page % BLOCK_K == 0)
-    if ROWS > 64 and problem.left is None and ALIGNED:
-        # Tiles before the first token's own key need no causal mask.
-        full = tl.maximum(tl.minimum(stop, position + 1) // BLOCK_K, begin)
-        if not problem.causal:
-            full = tl.maximum(stop // BLOCK_K, begin)
-        for tile in tl.range(begin, full):
+        stop = tl.minimum(tl.maximum(cached, low), high)
+    if not problem.only_drafts:
+        begin = low // BLOCK_K
+        end = tl.where(low < stop, tl.cdiv(stop, BLOCK_K), begin)
+        # All slots of a dense cache, which are whole tiles.
+        every: tl.constexpr = context_lens is None and first_keys is None and problem.left is None
+        masked: tl.constexpr = not (every and not problem.causal and problem.page % BLOCK_K == 0)
+        if ROWS > 64 and problem.left is None and ALIGNED:
+            # Tiles before the first token's own key need no causal mask.
+            full = tl.maximum(tl.minimum(stop, position + 1) // BLOCK_K, begin)
+            if not problem.causal:
+                full = tl.maximum(stop // BLOCK_K, begin)
+            for tile in tl.range(begin, full):
+                maximum, total, acc = attend_tile(
+                    tile, low, stop, first_key, stop_key, batch, sequence, group, token, queries, k, v, 0,
+                    block_tables, k_scale, v_scale, drafts, multiplier, maximum, total, acc,
+                    problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=False, DRAFTS=False,
+                )  # fmt: skip
+            begin = full
+        for tile in tl.range(begin, end):
             maximum, total, acc = attend_tile(
-                tile, low, stop, first_key, stop_key, batch, sequence, group, token, queries, k, v, cached,
-                block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
-                problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=False, DRAFTS=False,
+                tile, low, stop, first_key, stop_key, batch, sequence, group, token, queries, k, v, 0,
+                block_tables, k_scale, v_scale, drafts, multiplier, maximum, total, acc,
+                problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=masked, DRAFTS=False,
             )  # fmt: skip
-        begin = full
-    for tile in tl.range(begin, end):
-        maximum, total, acc = attend_tile(
-            tile, low, stop, first_key, stop_key, batch, sequence, group, token, queries, k, v, cached,
-            block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
-            problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=masked, DRAFTS=False,
-        )  # fmt: skip
-    if problem.drafts:
-        begin = stop // BLOCK_DRAFTS
-        end = tl.where(stop < high, tl.cdiv(high, BLOCK_DRAFTS), begin)
+    if problem.draft_words:
+        begin = (stop - cached) // BLOCK_DRAFTS
+        end = tl.where(stop < high, tl.cdiv(high - cached, BLOCK_DRAFTS), begin)
+        if ROWS > 64:  # tokens of a prefill see no draft behind their own
+            asked = (token >= 0) & (token < problem.T)
+            end = tl.minimum(end, tiles_of_drafts(drafts, batch * problem.T + token, asked, problem.draft_words,
+                                                  BLOCK_DRAFTS))  # fmt: skip
         for tile in tl.range(begin, end):
             maximum, total, acc = attend_tile(
                 tile, stop, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, cached,
-                block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
+                block_tables, k_scale, v_scale, drafts, multiplier, maximum, total, acc,
                 problem, BLOCK_DRAFTS, WIDTH, V_WIDTH, PAIRS, MASKED=True, DRAFTS=True,
             )  # fmt: skip
     if PAIRS:

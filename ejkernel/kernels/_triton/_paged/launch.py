@@ -20,11 +20,11 @@ from ejkernel.kernels._triton._in_place import launch_in_place
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import KernelConfig
 
-from . import KEYS_OF_INVARIANT_SPLIT, are_pairs, prefill_tiles
+from . import KEYS_OF_INVARIANT_SPLIT, are_pairs, prefill_tiles, tiles_of_drafts
 from .kernel import attend_kernel
 from .merge import merge_kernel
 from .problem import Problem, Schedule, strides_of
-from .tile_sizes import Shapes, TileConfig, power_of_two, width
+from .tile_sizes import Shapes, TileConfig, keys_of_drafts, power_of_two, width
 
 EVERY = 2**31 - 1
 # Tokens of a step that is computed by the tiles of a decode alone, if those of all sequences may be decodes.
@@ -48,7 +48,7 @@ class Step(NamedTuple):
         query_start_loc: [b,n + 1], and num_seqs [b,1]; None where every sequence has as many tokens.
         first_keys: [b,n], the first keys that there are of each sequence.
         block_tables: [b,n,j]; None where a sequence has the page of its number.
-        sinks: [b?,h,x]; k_scale and v_scale [b?,p?,s?,g?]; draft_mask [b,t,w]; plan [b?,l,i,8].
+        sinks: [b?,h,x]; k_scale and v_scale [b?,p?,s?,g?]; draft_words [b,t,w] (drafts.py); plan [b?,l,i,8].
         tiled_keys: [1], up to how many keys decodes are computed with the prefills.
     """
 
@@ -63,7 +63,7 @@ class Step(NamedTuple):
     sinks: Array | None = None
     k_scale: Array | None = None
     v_scale: Array | None = None
-    draft_mask: Array | None = None
+    draft_words: Array | None = None
     plan: Array | None = None
     tiled_keys: Array | None = None
 
@@ -82,7 +82,8 @@ def attend(
 
     `splits` and `tiles` are how rows of few tokens are computed. A plan decides their splits itself, and is left aside
     where these may not depend on the step. `prefill(n)` gives o and lse of all tokens but those of sequences with 1 to
-    n of them in the step, in the place of the launch that is made here; and `tiled_keys` if it has some of these too.
+    n of them in the step, in the place of the launch that is made here, without their drafts; and `tiled_keys` if it
+    has some of these too.
     """
     x = x._replace(k=_launch.of_cache(x.k), v=_launch.of_cache(x.v))
     problem = _problem(x, spec, sequences, causal, sinks_of_empty)
@@ -101,6 +102,8 @@ def attend(
         decode = replace(decode, items=items, plan_batch=0 if x.plan.shape[0] == 1 else items)
     if prefill is not None and tokens < problem.T:
         results, tiled_keys = prefill(tokens)
+        if x.draft_words is not None:
+            results = _with_drafts(x, problem, spec, tokens + 1, results)
         results = _decoded(x._replace(tiled_keys=tiled_keys), problem, decode, tiles, results)
         return results["o"], results["lse"]
     if x.query_start_loc is not None and _is_one_launch(x, spec, problem, tokens):
@@ -109,13 +112,7 @@ def attend(
     nothing = {} if x.plan is None else dict(o=jnp.zeros((*x.q.shape[:3], problem.V), x.q.dtype))
     results = _decoded(x, problem, decode, tiles, nothing)
     if x.query_start_loc is not None and not decode.padding:
-        tiles = prefill_tiles(Shapes(x.q, x.k, x.v, sequences, drafts=problem.drafts > 0))
-        tokens = tiles.rows // (problem.H // problem.G)
-        rest = Schedule(
-            rows=_packed_rows(problem, tokens), tokens=tokens, packed=True, padding=True, least=decode.most + 1,
-            most=EVERY, splits=1, keys_per_split=0,
-        )  # fmt: skip
-        results = _attend(x._replace(plan=None), problem, rest, tiles, results)
+        results = _prefilled(x, problem, decode.most + 1, results)
     return results["o"], results["lse"]
 
 
@@ -150,7 +147,7 @@ def _problem(x: Step, spec: CacheSpec, sequences: int, causal: bool, sinks_of_em
         k_scale=of(x.k_scale), v_scale=of(x.v_scale),
         sinks=0 if x.sinks is None else x.sinks.shape[2],
         sinks_batch=0 if x.sinks is None or x.sinks.shape[0] == 1 else H * x.sinks.shape[2],
-        drafts=0 if x.draft_mask is None else x.draft_mask.shape[2],
+        draft_words=0 if x.draft_words is None else x.draft_words.shape[2],
         sinks_of_empty=sinks_of_empty, ptx=_launch.has_ptx(),
     )  # fmt: skip
 
@@ -208,6 +205,34 @@ def _attend(
     return {name: found[name] for name in ("o", "lse")}
 
 
+def _prefilled(x: Step, problem: Problem, least: int, results: Results) -> Results:
+    """Those of sequences with `least` tokens or more, and of the tokens of none."""
+    tiles = prefill_tiles(Shapes(x.q, x.k, x.v, problem.N, drafts=x.draft_words is not None))
+    return _attend(x._replace(plan=None), problem, _unsplit(problem, least, tiles), tiles, results)
+
+
+def with_drafts(x: Step, spec: CacheSpec, sequences: int, results: Results) -> Results:
+    """o and lse of all keys and sinks, from those without the drafts."""
+    return _with_drafts(x, _problem(x, spec, sequences, causal=True, sinks_of_empty=False), spec, 1, results)
+
+
+def _with_drafts(x: Step, problem: Problem, spec: CacheSpec, least: int, results: Results) -> Results:
+    """The same of sequences with `least` tokens or more, in a launch that continues the softmax."""
+    problem = replace(problem, sinks=0, only_drafts=True)
+    tiles = tiles_of_drafts(Shapes(x.q, x.k, x.v, problem.N), spec.batch_invariant)
+    schedule = replace(_unsplit(problem, least, tiles), padding=False)
+    return _attend(x._replace(plan=None, sinks=None), problem, schedule, tiles, results)
+
+
+def _unsplit(problem: Problem, least: int, tiles: TileConfig) -> Schedule:
+    """Rows of all tokens of sequences with `least` or more, and of the tokens of none."""
+    tokens = tiles.rows // (problem.H // problem.G)
+    return Schedule(
+        rows=_packed_rows(problem, tokens), tokens=tokens, packed=True, padding=True, least=least, most=EVERY,
+        splits=1, keys_per_split=0,
+    )  # fmt: skip
+
+
 def _missing(x: Step, problem: Problem, results: Results) -> dict[str, jax.ShapeDtypeStruct]:
     """The types of those of o and lse that there are not yet."""
     shape = x.q.shape[:3]
@@ -220,9 +245,11 @@ def _sizes(x: Step, problem: Problem, schedule: Schedule, tiles: TileConfig) -> 
     v_width = width(x.v)
     splits_in_registers = max(1, _NUMBERS_PER_THREAD * 32 * tiles.warps // (tiles.rows * v_width))
     splits = min(splits_in_registers, SPLITS_PER_TILE if schedule.items else power_of_two(schedule.splits))
+    shapes = Shapes(x.q, x.k, x.v, problem.N)
+    of_drafts = tiles.keys if problem.only_drafts else min(tiles.keys, keys_of_drafts(shapes))
     return dict(
         ROWS=tiles.rows, BLOCK_K=tiles.keys, WIDTH=width(x.q), V_WIDTH=v_width, SPLITS=splits,
-        PAIRS=are_pairs(Shapes(x.q, x.k, x.v, problem.N), tiles),
+        PAIRS=are_pairs(shapes, tiles), BLOCK_DRAFTS=of_drafts,
     )  # fmt: skip
 
 

@@ -39,9 +39,10 @@ class Problem:
         v_offset: how many elements the values stand behind the keys, where both are one array.
         k_scale, v_scale: where their factors stand; None without.
         sinks, sinks_batch: how many sinks a head has, and the stride of a batch index in them.
-        drafts: W of a draft_mask [T, W]; 0 without.
+        draft_words: words of 32 bits that hold which drafts a token sees; 0 without any.
         sinks_of_empty: whether the softmax of a token that is in no context has the sinks; it is −∞ otherwise.
         ptx: whether instructions of PTX may be used.
+        only_drafts: whether o and lse are those of all keys but the drafts, whose softmax is continued.
     """
 
     N: int
@@ -65,9 +66,10 @@ class Problem:
     v_scale: Strides | None
     sinks: int
     sinks_batch: int
-    drafts: int
+    draft_words: int
     sinks_of_empty: bool
     ptx: bool
+    only_drafts: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The epilogue of rows: merges their splits, adds the sinks to the softmax, and stores o and lse.
+"""The softmax of rows before their keys, and their epilogue: merges splits, adds the sinks, and stores o and lse.
 
 Statistics are relative to maxima in logits of base 2.
 """
@@ -10,6 +10,26 @@ from .work import tokens_of_sequences
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def softmax_before(
+    o, lse, at, in_step, e, problem: tl.constexpr, ROWS: tl.constexpr, V_WIDTH: tl.constexpr, PAIRS: tl.constexpr
+):
+    """The softmax of rows before their keys: of nothing, or what stands in their place where only drafts are left."""
+    if problem.only_drafts:
+        maximum = LOG2E * tl.load(lse + at, mask=in_step, other=float("-inf"))
+        total = (maximum > float("-inf")).to(tl.float32)
+        mask = in_step[:, None] & (e < problem.V)[None, :]
+        acc = tl.load(o + at[:, None] * problem.V + e[None, :], mask=mask, other=0.0).to(tl.float32)
+    else:
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        if PAIRS:
+            acc = tl.zeros([ROWS, V_WIDTH // 2], tl.float32), tl.zeros([ROWS, V_WIDTH // 2], tl.float32)
+        else:
+            acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    return maximum, total, acc
 
 
 @triton.jit

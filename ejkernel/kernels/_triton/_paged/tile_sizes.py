@@ -75,27 +75,25 @@ def decode_sizes(x: Shapes) -> Sequence[tuple[int, int, int]]:
     if not _is_float32(x):
         is_large = (x.drafts or x.k.dtype.itemsize == 1) and rows * _widest(x) >= 64 * (128 if _is_uint8(x) else 256)
         return LARGE_DECODE_SIZES if is_large else DECODE_SIZES
-    most_keys = 32 if x.drafts and rows >= 64 else 64
-    return [
-        (keys, warps, stages)
-        for keys, warps, stages in DECODE_SIZES_OF_FLOAT32
-        if keys <= most_keys and _is_in_registers(x, rows, keys, warps)
-    ]
+    return [size for size in DECODE_SIZES_OF_FLOAT32 if _is_in_registers(x, rows, *size[:2])]
 
 
 def prefill_sizes(x: Shapes) -> Sequence[TileConfig]:
     """Tiles of a prefill, the likeliest first."""
     if not _is_float32(x):
         sizes = PREFILL_SIZES if heads_of_group(x) <= LARGEST_DECODE_TILE else PREFILL_SIZES_OF_MANY_HEADS
-        return sizes[2:] if _is_uint8(x) or (x.drafts and _widest(x) > 128) else sizes
+        return sizes[2:] if _is_uint8(x) else sizes
     return [of for of in PREFILL_SIZES_OF_FLOAT32 if _is_in_registers(x, of.rows, of.keys, of.warps)]
 
 
 def _is_in_registers(x: Shapes, rows: int, keys: int, warps: int) -> bool:
     """Whether the operands of products of float32 stay in registers, by what ptxas spills.
 
-    Up to 4 rows are those of one thread; with more than 16 there are more warps for them.
+    Up to 4 rows are those of one thread; with more than 16 there are more warps for them. Drafts have a loop of their
+    own, and ptxas keeps operands of both.
     """
+    if x.drafts and rows > 16 and keys > 16:
+        return False
     return min(max(rows, 4), 16) * keys * _widest(x) <= 8192 * min(warps, 8)
 
 
@@ -115,6 +113,25 @@ def decode_rows(x: Shapes) -> int:
 def heads_of_group(x: Shapes) -> int:
     """The query heads that share a key/value head."""
     return x.q.shape[2] // x.k.shape[3]
+
+
+def keys_of_drafts(x: Shapes) -> int:
+    """Keys of a tile of drafts at most, beside a loop over the cached keys: larger tiles spill registers."""
+    return 32 if _widest(x) <= 128 else 16
+
+
+def sizes_of_drafts(x: Shapes, cores: int | None) -> Sequence[TileConfig]:
+    """Tiles of a launch that has drafts alone: of few rows where all of these run at once on so many multiprocessors.
+
+    Of 4 × 512 tokens of 32/8 heads of 128 features, 128 rows took 88 µs on an H200 with 32 keys and 112 with 64, 151
+    with 64 rows of these; of 8 × 64 tokens 64 rows took 12 µs, and 128 rows 18.
+    """
+    many, few = (TileConfig(128, 32, 8, 4), TileConfig(128, 16, 8, 1)), (TileConfig(64, 32, 4, 4), PREFILL_SIZES[-1])
+    batch, tokens, heads, _ = x.q.shape
+    if heads_of_group(x) > LARGEST_DECODE_TILE:
+        return many
+    at_once = cores is not None and batch * tokens * heads <= 2 * 64 * cores
+    return few if at_once else (*many, *few)
 
 
 def most_heads(x: Shapes) -> int:

@@ -129,7 +129,7 @@ def item_of_plan(item, plan, context_lens, starts, problem: tl.constexpr, schedu
 def keys_of_tokens(position, context, problem: tl.constexpr):
     """The keys first ≤ j < stop that tokens at these positions see, drafts aside: `interval` of _visibility.py."""
     stop = tl.minimum(context, problem.page * max(problem.columns, 1))
-    if problem.causal and problem.drafts == 0:
+    if problem.causal and problem.draft_words == 0:
         stop = tl.minimum(position + 1, stop)
     first = 0
     if problem.left is not None:

@@ -28,6 +28,7 @@ class TileSchedule:
         most_tiles: places of the table.
         most_keys, least_decodes: decodes of up to so many keys have tiles too, beside prefills and if there are so many
             of them; 0 for none.
+        is_before_step: whether keys are those that were cached before the step.
     """
 
     B: int
@@ -40,6 +41,7 @@ class TileSchedule:
     most_tiles: int
     most_keys: int = 0
     least_decodes: int = 0
+    is_before_step: bool = False
 
 
 @triton.jit
@@ -133,6 +135,8 @@ def sequence_of(index, context_lens, starts, num_seqs, most_keys, schedule: tl.c
 def keys_of_sequence(position, context, schedule: tl.constexpr):
     """The keys first ≤ j < stop that some token sees, from the position of the first: `interval` of _visibility.py."""
     first, stop = 0, tl.minimum(tl.maximum(context, 0), schedule.keys)
+    if schedule.is_before_step:
+        stop = tl.minimum(stop, position)
     if schedule.left is not None:
         first = tl.maximum(position - schedule.left, 0)
     some = first < stop

@@ -150,7 +150,7 @@ def _problem(x: Any, pools: Quantised, spec: CacheSpec) -> Problem:
         length=None, causal=True, left=spec.left, scale=spec.softmax_scale, softcap=spec.softcap,
         k=slots, v=slots, v_offset=0, k_scale=None, v_scale=None,
         sinks=sinks, sinks_batch=0 if x.sinks is None or x.sinks.shape[0] == 1 else H * sinks,
-        drafts=0, sinks_of_empty=False, ptx=_launch.has_ptx(),
+        draft_words=0, sinks_of_empty=False, ptx=_launch.has_ptx(),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array, lax
 
 from ejkernel.kernels._page_plan import ragged_rows
+from ejkernel.kernels._triton._paged.drafts import in_words
 from ejkernel.kernels._xla._key_lists import ends_of_lists, listed_slots
 from ejkernel.kernels._xla._pages import Queries, ragged_queries
 from ejkernel.primitives._pages import CacheSpec
@@ -84,10 +85,3 @@ def _visible(T: int, page: int, tables: tuple[Array, ...], draft_mask: Array | N
     """Of each token the keys that it sees, without its numbers."""
     alone = Operands(None, None, None, *tables, draft_mask=draft_mask)
     return ragged_queries(alone, jnp.zeros((T, 0)), page, spec)
-
-
-def in_words(bits: Array) -> Array:
-    """[t,n] bool as words [t,⌈n/32⌉] int32, of which bit i of word w is number 32·w + i."""
-    bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % 32))).reshape(len(bits), -1, 32)
-    words = (bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)).sum(2, dtype=jnp.uint32)
-    return lax.bitcast_convert_type(words, jnp.int32)

@@ -24,18 +24,9 @@ def keys_of_step(x: Operands, spec: CacheSpec, plan: Plan) -> Keys:
     """The block tables of all batches, and the work tiles."""
     tiles, total, _ = work_tiles(
         x.context_lens, x.query_start_loc, x.num_seqs, x.q_latent.shape[1], plan.tokens, 1, spec.left,
-        plan.columns * plan.page,
+        plan.columns * plan.page, is_before_step=x.draft_mask is not None,
     )  # fmt: skip
-    if x.draft_mask is not None:
-        tiles = _without_drafts(tiles, x)
     return Keys(x.pages.reshape(-1, plan.R + plan.D), x.block_tables.reshape(-1, plan.columns), None, tiles, total)
-
-
-def _without_drafts(tiles: Array, x: Operands) -> Array:
-    """Work tiles whose keys are those that were cached before the step."""
-    cached = (x.context_lens - jnp.diff(x.query_start_loc)).reshape(-1)
-    sequence, stop = (WorkTile._fields.index(name) for name in ("sequence", "stop"))
-    return tiles.at[:, stop].min(cached.at[tiles[:, sequence]].get(mode="clip"))
 
 
 def barriers(plan: Plan) -> plgpu.Barrier:

@@ -39,7 +39,7 @@ MOST_KEYS_OF_TILE = 8192
 LEAST_TOKENS, LEAST_ROWS = 64, 32
 MOST_PACKED_HEADS = 16
 """Of a tile; a power of two, so that a warpgroup's rows are whole tokens."""
-ABSENT = ("k_scale", "v_scale", "draft_mask")
+ABSENT = ("k_scale", "v_scale")
 
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
@@ -64,6 +64,8 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     if (rows := average_rows(operands)) < LEAST_ROWS:
         average = f"sequences of {rows} tokens × heads of a group on average"
         return f"{average}; below {LEAST_ROWS} Triton's decoding kernel is faster"
+    if operands.draft_mask is not None and spec.left is not None:
+        return "draft_mask with a window, which the kernel, to which all tokens see the same cached keys, does not take"
     return None
 
 
@@ -103,7 +105,7 @@ def least_decodes(operands: Operands, spec: CacheSpec, target: Target) -> int | 
     """The fewest decodes that have tiles beside prefills, so many that each multiprocessor has one; None if they never
     have: where a plan divides them, and where bits may not depend on how many there are.
     """
-    if operands.plan is not None or spec.batch_invariant:
+    if operands.plan is not None or operands.draft_mask is not None or spec.batch_invariant:
         return None
     tiles = operands.q.shape[2] // packed_heads(operands)
     return math.ceil((target.core_count or DEFAULT_CORE_COUNT) / tiles)
@@ -147,5 +149,6 @@ def ragged_page_attention(
     x = Operands(*operands)
     _paged.check("ragged_page_attention", excess(x, config))
     if is_one_launch(x, spec, gpu_target()):
-        return Outputs(**prefill(x, spec, 0)[0])
+        found = Outputs(**prefill(x, spec, 0)[0])
+        return found if x.draft_mask is None else triton.with_drafts(x, spec, found)
     return triton.attended(x, spec, config, lambda most: prefill(x, spec, most), decoded(x))

@@ -48,14 +48,15 @@ EVERY = 2**30
 def prefill(x: Operands, spec: CacheSpec, most: int) -> tuple[dict[str, Array], Array | None]:
     """o [b,t,h,d] and lse [b,t,h] float32 of all tokens, except in sequences of 1 to `most` tokens, the decodes.
 
-    Decodes of up to so many keys [1] as the second result says, if there is one, are computed too.
+    Where a mask says who sees drafts, they are those of the keys that were cached before the step. Decodes of up to so
+    many keys [1] as the second result says, if there is one, are computed too.
     """
     plan, decodes = plan_of(x, spec), least_decodes(x, spec, gpu_target()) if most else None
     problem, (B, T, H, D) = plan.problem, x.q.shape
     table, total, tiled_keys = work_tiles(
         x.context_lens, x.query_start_loc, x.num_seqs, T, plan.tokens, most + 1,
         None if problem.low is None else -problem.low, problem.K,
-        *((MOST_KEYS_OF_TILE, decodes) if decodes else ()),
+        *((MOST_KEYS_OF_TILE, decodes) if decodes else ()), is_before_step=plan.is_before_step,
     )  # fmt: skip
     sinks = x.sinks
     if sinks is not None:
@@ -111,7 +112,7 @@ def plan_of(x: Operands, spec: CacheSpec) -> PagedPlan:
     )  # fmt: skip
     plan = PagedPlan(
         problem, block_q, block_k, stages, sequences=N, page=page, pages=pages, pools=pools, columns=J,
-        most_tiles=most_tiles(B, N, T, block_q // heads), packed_heads=heads,
+        most_tiles=most_tiles(B, N, T, block_q // heads), packed_heads=heads, is_before_step=x.draft_mask is not None,
     )  # fmt: skip
     return replace(plan, splits=spec.num_splits or (1 if spec.batch_invariant else _splits(plan, B, T)))
 
@@ -162,6 +163,10 @@ def _tile_of(
             maximum = jnp.where(split == plan.splits - 1, maximum, -jnp.inf)
         total = broadcast_rows(jnp.where(maximum == -jnp.inf, 0.0, 1.0 / COLUMNS), total)
 
+    position = _positions(of, split, number, plan)
+    if plan.is_before_step:
+        position = jnp.minimum(position, of.stop - 1)
+
     def zero_hidden(stage: Array, block: Array) -> None:
         hides, begin, end = plan.hides(of, block)
         pl.when(hides)(lambda: zero_rows(tiles.v.copies[0].at[stage], begin, end))
@@ -169,7 +174,7 @@ def _tile_of(
     tile = ConsumerTile(
         number=number,
         q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in tiles.q.parts],
-        view=View(jnp.int32(0), _positions(of, split, number, plan) - _rows(), None),
+        view=View(jnp.int32(0), position - _rows(), None),
         head=head,
         block_range=plan.blocks_of_keys(of, split),
         start=Statistics(maximum, total),

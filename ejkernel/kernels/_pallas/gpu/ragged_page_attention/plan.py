@@ -27,6 +27,7 @@ class PagedPlan(Plan):
         most_tiles: work tiles, of all heads together, that the table has places for.
         packed_heads: heads of a group that a work tile has together, each token's in rows one after the other.
         splits: of the keys of each work tile.
+        is_before_step: whether all tokens see the keys that were cached before the step, and no others.
     """
 
     sequences: int
@@ -37,6 +38,7 @@ class PagedPlan(Plan):
     most_tiles: int
     packed_heads: int
     splits: int = 1
+    is_before_step: bool = False
 
     @property
     def tokens(self) -> int:
@@ -129,7 +131,10 @@ class PagedPlan(Plan):
         blocks, step = -(-self.problem.K // self.block_k), jnp.int32(self.block_k)
         whole = lambda key: lax.div(jnp.maximum(key, 0), step)
         begin = full_begin = jnp.int32(0)
-        end, full_end = whole(of.position + of.tokens + self.block_k - 1), whole(of.position + 1)
+        stop, full_stop = of.position + of.tokens, of.position + 1
+        if self.is_before_step:
+            stop, full_stop = (jnp.minimum(key, of.stop) for key in (stop, full_stop))
+        end, full_end = whole(stop + self.block_k - 1), whole(full_stop)
         if self.problem.low is not None:
             begin = whole(of.position + self.problem.low)
             full_begin = whole(of.position + of.tokens - 1 + self.problem.low + self.block_k - 1)
