@@ -162,6 +162,16 @@ def test_a_dense_cache(options):
 )
 @pytest.mark.parametrize("h, g, d, e", [(8, 2, 128, 128), (6, 6, 72, 64), (16, 1, 256, 256)])
 def test_flash_attention_of_few_queries(queries, keys, options, h, g, d, e):
+    check_few_queries(queries, keys, h, g, d, e, options)
+
+
+@pytest.mark.parametrize("h, d", [(71, 64), (128, 128)])
+@pytest.mark.parametrize("options", [dict(causal=True), {}, dict(window=(100, None), softcap=5.0)], ids=str)
+def test_flash_attention_of_one_query_with_many_heads(h, d, options):
+    check_few_queries(1, 3000, h, 1, d, d, options)
+
+
+def check_few_queries(queries, keys, h, g, d, e, options):
     """The same kernels, against the formula in XLA."""
     rng = np.random.default_rng(0)
     q, k, v = (

@@ -11,11 +11,12 @@ from kernels.paged import close, decode_defined, decode_step, ragged, wide
 triton = pytest.importorskip("triton")
 import ejkernel  # noqa: E402
 from ejkernel.kernels._registry import kernel_registry  # noqa: E402
-from ejkernel.kernels._target import lowering_for  # noqa: E402
-from ejkernel.kernels._triton import _launch, _paged  # noqa: E402
+from ejkernel.kernels._target import gpu_target, lowering_for  # noqa: E402
+from ejkernel.kernels._triton import _launch, _paged, flash_decoding  # noqa: E402
 from ejkernel.kernels._triton import ragged_page_attention as attention  # noqa: E402
 from ejkernel.modules._operation import OPERATIONS  # noqa: E402
-from ejkernel.types import Target  # noqa: E402
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands  # noqa: E402
+from ejkernel.types import KernelConfig, Target  # noqa: E402
 
 from . import interpreter  # noqa: E402
 from .against_xla import batched, prepared  # noqa: E402
@@ -197,6 +198,20 @@ def test_many_heads_whose_keys_do_not_begin_with_a_tile(h):
     x |= dict(q=jnp.asarray(rng.standard_normal((3, h, 16)), jnp.float16), sequence_start=jnp.asarray([5, 0, 20]))
     x |= dict(sequence_end=jnp.asarray([60, 64, 33]))
     assert_close(*computed("ragged_decode_attention", *operands_of("ragged_decode_attention", x)), 2e-3)
+
+
+@pytest.mark.parametrize(
+    "options", ({}, dict(causal=True), dict(window=(9, None), softcap=2.0, batch_invariant=True)), ids=str
+)
+def test_one_query_of_many_heads(options):
+    """Of flash_attention, whose tile of several queries has fewer rows."""
+    rng, spec = np.random.default_rng(0), FlashAttentionSpec(softmax_scale=0.2, **options)
+    x = [jnp.asarray(rng.standard_normal((2, n, h, 16)), jnp.float16) for n, h in ((1, 71), (53, 1), (53, 1))]
+    for queries, wrong in ((1, None), (2, "142 queries × heads of a group")):
+        of = flash_decoding.supports(spec, Operands(jnp.zeros((2, queries, 71, 16), jnp.float16), *x[1:]), gpu_target())
+        assert of == wrong or wrong in of
+    found = flash_decoding.flash_attention(*x, spec=spec, config=KernelConfig(block_k=16, num_warps=4, num_stages=2))
+    assert_close(found, kernel_registry.find("flash_attention", "xla").implementation(*x, spec=spec), 2e-3)
 
 
 @pytest.mark.parametrize("workers", (3, pytest.param(40, marks=pytest.mark.slow)))

@@ -27,7 +27,7 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     if spec.window[1] is not None and not (spec.causal and spec.window[1] >= 0):
         return "a window to the right of the query: the decoding kernels mask none"
     (_, queries, heads, _), groups = operands.q.shape, operands.k.shape[2]
-    if (rows := queries * (heads // max(groups, 1))) > _paged.LARGEST_DECODE_TILE:
+    if queries > 1 and (rows := queries * (heads // max(groups, 1))) > _paged.LARGEST_DECODE_TILE:
         return f"{rows} queries × heads of a group; the decoding kernels take {_paged.LARGEST_DECODE_TILE}"
     return _paged.refusal(target, _shapes(operands))
 
