@@ -18,7 +18,7 @@ from ejkernel.kernels._triton.multi_latent_page_attention.kernel import multi_la
 
 from . import interpreter  # noqa: E402
 from .latent_pages import LENGTHS, PAGE, poisoned, step, tree  # noqa: E402
-from .paged import close, hidden_slots  # noqa: E402
+from .paged import close, hidden_slots, in_pages  # noqa: E402
 from .test_triton_multi_latent_page_attention import CONFIGS, NAME, run  # noqa: E402
 
 
@@ -37,6 +37,29 @@ def test_drafts_continue_the_softmax_of_the_cached_keys(options):
     for config in (CONFIGS[0], CONFIGS[2], replace(CONFIGS[3], num_splits=1)):
         found = multi_latent_page_attention(x._replace(sinks=None), call.spec, config, of_cached)
         jax.tree.map(partial(close, tolerance=2e-6), found, of(*x, spec=call.spec))
+
+
+@pytest.mark.parametrize("config", (CONFIGS[0], CONFIGS[2]), ids=str)
+@pytest.mark.parametrize("drafts", (33, 140))
+@pytest.mark.parametrize("pages", ("float32", "int8"))
+def test_more_drafts_than_a_tile_has(pages, drafts, config):
+    """Bits are in several words, of which a tile reads those of its own drafts; of eight bits, beside cached keys."""
+    rng, lengths, contexts = np.random.default_rng(2), (130, 1, 40, 5), (171, 40, 33, 9)
+    columns = -(-max(contexts) // PAGE)
+    of = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    x = dict(
+        q_latent=of(sum(lengths), 4, 16),
+        q_rope=of(sum(lengths), 4, 8),
+        pages=in_pages(of(4 * columns, PAGE, 24), pages),
+    )
+    x |= dict(block_tables=jnp.arange(4 * columns).reshape(4, columns), context_lens=jnp.asarray(contexts))
+    x |= dict(query_start_loc=jnp.asarray(np.cumsum([0, *lengths])), num_seqs=jnp.asarray([4]))
+    x |= dict(draft_mask=jnp.asarray(rng.random((sum(lengths), drafts)) < 0.5))
+    call = OPERATIONS[NAME].prepare_arguments(**x)
+    operands = Operands(**call.named)
+    found = multi_latent_page_attention(operands, call.spec, config)
+    wanted = kernel_registry.find(NAME, "xla").implementation(*operands, spec=call.spec)
+    jax.tree.map(partial(close, tolerance=2e-6), found, wanted)
 
 
 def test_an_invisible_draft_may_be_nan():

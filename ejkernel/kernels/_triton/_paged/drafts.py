@@ -27,7 +27,7 @@ def is_drafted(words, row, asked, tile, count: tl.constexpr, BLOCK_K: tl.constex
 
 
 @triton.jit
-def tiles_of_drafts(words, row, asked, count: tl.constexpr, BLOCK_K: tl.constexpr):
+def visible_tiles(words, row, asked, count: tl.constexpr, BLOCK_K: tl.constexpr):
     """How many tiles of drafts there are up to the last word of which some row has a bit."""
     AT_ONCE: tl.constexpr = 16
     stop = 0

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .attend import attend_tile, power_of_two, row_at
-from .drafts import tiles_of_drafts
+from .drafts import visible_tiles
 from .softmax import LOG2E, merged, softmax_before, write, write_padding
 from .work import cached_keys, item_of_plan, keys_of_row, keys_of_tokens, row_of_program, split_of_keys
 
@@ -167,9 +167,8 @@ def attend_keys(
         begin = (stop - cached) // BLOCK_DRAFTS
         end = tl.where(stop < high, tl.cdiv(high - cached, BLOCK_DRAFTS), begin)
         if ROWS > 64:  # tokens of a prefill see no draft behind their own
-            asked = (token >= 0) & (token < problem.T)
-            end = tl.minimum(end, tiles_of_drafts(drafts, batch * problem.T + token, asked, problem.draft_words,
-                                                  BLOCK_DRAFTS))  # fmt: skip
+            asked, row = (token >= 0) & (token < problem.T), batch * problem.T + token
+            end = tl.minimum(end, visible_tiles(drafts, row, asked, problem.draft_words, BLOCK_DRAFTS))
         for tile in tl.range(begin, end):
             maximum, total, acc = attend_tile(
                 tile, stop, high, first_key, stop_key, batch, sequence, group, token, queries, k, v, cached,

@@ -195,8 +195,12 @@ def attend_tile(
     if DRAFTS:
         new = position - new_from
         tokens, asked = tl.expand_dims(at, KEYS), tl.expand_dims(is_token, KEYS)
-        visible &= (at_key < new_from) | of_drafts(drafts, tokens, asked, at_key - new_from, problem)
-        needed &= (new < 0) | of_drafts(drafts_of_row, tl.zeros_like(new) + row, new >= 0, new, problem)
+        first_draft = tile * BLOCK_K - new_from
+        visible &= (at_key < new_from) | of_drafts(
+            drafts, tokens, asked, at_key - new_from, first_draft, problem, BLOCK_K
+        )
+        row_of = tl.zeros_like(new) + row
+        needed &= (new < 0) | of_drafts(drafts_of_row, row_of, new >= 0, new, first_draft, problem, BLOCK_K)
     table = (batch * problem.sequences + sequence).to(tl.int64) * problem.columns
     if problem.lists:
         slot = tl.load(block_tables + table + position, mask=needed, other=-1).to(tl.int64)
@@ -254,12 +258,17 @@ def place(table, position, needed, problem: tl.constexpr):
 
 
 @triton.jit
-def of_drafts(drafts, token, mask, new, problem: tl.constexpr):
-    """Whether each token sees the drafts with these numbers; tokens and numbers of shapes that broadcast."""
+def of_drafts(drafts, token, mask, new, first, problem: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Whether each token sees the drafts with these numbers, from `first` on; both of shapes that broadcast."""
     words: tl.constexpr = problem.draft_words
+    of_tile: tl.constexpr = (BLOCK_K + 30) // 32 + 1  # the most words that BLOCK_K bits are in
     told = tl.zeros_like(token) | tl.zeros_like(new)
-    for word in tl.static_range(words):
-        bits = tl.load(drafts + token.to(tl.int64) * words + word, mask=mask, other=0)
+    for n in tl.static_range(min(words, of_tile)):
+        word, asked = n, mask
+        if words > of_tile:
+            word = (first >> 5) + n
+            asked = mask & (word >= 0) & (word < words)
+        bits = tl.load(drafts + token.to(tl.int64) * words + word, mask=asked, other=0)
         place = new - 32 * word
         told |= tl.where((place >= 0) & (place < 32), (bits >> (place & 31)) & 1, 0)
     return told != 0
