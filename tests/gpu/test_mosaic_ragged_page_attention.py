@@ -183,19 +183,6 @@ def test_decodes_beside_prefills(h, g, d, page, window):
     check(step(h, g, d, page, lengths=lengths, contexts=contexts, window=window), window=window)
 
 
-@pytest.mark.parametrize("d", BLOCKS)
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-@pytest.mark.parametrize("options", [{}, dict(softcap=5.0), dict(batch_invariant=True)], ids=str)
-@pytest.mark.parametrize("drafts", (20, 600))
-def test_drafts_continue_the_softmax(drafts, options, dtype, d):
-    """Triton's kernel has them, and the sinks count once. Of several sequences, and of few, whose keys are split."""
-    sinks = jnp.asarray(np.random.default_rng(1).standard_normal(8), jnp.float32)
-    for of in (dict(), dict(lengths=(90,), contexts=(9000,))):
-        x = step(d=d, dtype=dtype, **of)
-        mask = np.random.default_rng(2).random((len(x["q"]), drafts)) < 0.6
-        check(x | dict(draft_mask=jnp.asarray(mask), sinks=sinks), **options)
-
-
 def test_a_plan_divides_the_decodes():
     x = step()
     plan = lax.page_plan(

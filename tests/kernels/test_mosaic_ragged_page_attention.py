@@ -170,16 +170,21 @@ def test_tiles_hold_every_token_once(monkeypatch):
     assert sorted(sizes, reverse=True)[0] == sizes[0]
 
 
-def a_step(page, d, h=4, g=2, window=None, drafts=False):
-    """Arguments with NaN in unread entries, where tables have no valid pages; of no token with drafts sees any."""
+def a_step(page, d, h=4, g=2, window=None, drafts=None):
+    """Arguments with NaN in unread entries, where tables have no valid pages; with so many drafts that are seen."""
     rng, n, columns = np.random.default_rng(0), len(LENGTHS), -(-max(CONTEXTS) // page) + 1
     lengths, contexts = np.asarray(LENGTHS), np.asarray(CONTEXTS)
     tables, key = rng.permutation(n * columns).reshape(n, columns), np.arange(columns * page)
     first = np.maximum(contexts - lengths - (window or 1000) + 1, 0)
-    used = (key >= first[:, None]) & (key < (contexts - drafts * lengths)[:, None])
+    stop = contexts if drafts is None else contexts - np.maximum(lengths - drafts, 0)
+    used = (key >= first[:, None]) & (key < stop[:, None])
     of_pages = np.zeros((n * columns, page), bool)
     of_pages[tables] = used.reshape(n, columns, page)
     pages = np.where(of_pages[..., None, None], rng.standard_normal((n * columns, page, 2 * g, d), np.float32), np.nan)
+    place = np.concatenate([*map(np.arange, LENGTHS), np.arange(9)])[:, None]
+    mask = (
+        {} if drafts is None else dict(draft_mask=jnp.asarray(np.arange(drafts + 1) <= np.minimum(place, drafts - 1)))
+    )
     tables = np.where(used.reshape(n, columns, page).any(2), tables, -7)
     return dict(
         q=jnp.asarray(rng.standard_normal((sum(LENGTHS) + 9, h, d)), jnp.bfloat16),
@@ -188,12 +193,12 @@ def a_step(page, d, h=4, g=2, window=None, drafts=False):
         block_tables=jnp.asarray(tables),
         query_start_loc=jnp.asarray(np.cumsum([0, *LENGTHS])),
         num_seqs=jnp.asarray([n - 1]),
-        **dict(draft_mask=jnp.zeros((sum(LENGTHS) + 9, 5), bool)) if drafts else {},
+        **mask,
     )
 
 
 @pytest.mark.parametrize("page", (16, 64, 256))
-@pytest.mark.parametrize("window, drafts", [(None, False), (130, False), (None, True)])
+@pytest.mark.parametrize("window, drafts", [(None, None), (130, None), (None, 0), (None, 25)])
 def test_blocks_and_pages_are_those_of_a_step(page, window, drafts, monkeypatch):
     """The kernel as a loop: blocks from the plan, masks in those that are not full, zeros instead of hidden values."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
@@ -206,7 +211,7 @@ def test_blocks_and_pages_are_those_of_a_step(page, window, drafts, monkeypatch)
     left = None if window is None else window - 1
     table, total, _ = work_tiles(
         operands.context_lens, operands.query_start_loc, operands.num_seqs, T, plan.tokens, least, left, problem.K,
-        is_before_step=drafts,
+        of_step=None if drafts is None else jnp.full_like(operands.context_lens, drafts),
     )  # fmt: skip
     kv, block_tables = wide(operands.kv_pages).reshape(-1, 2 * problem.G, D), operands.block_tables[0]
     o, lse = np.full((T, H, D), np.nan), np.full((T, H), np.nan)

@@ -12,6 +12,7 @@ import ejkernel  # noqa: E402
 from ejkernel.kernels._registry import kernel_registry  # noqa: E402
 from ejkernel.kernels._triton import _paged  # noqa: E402
 from ejkernel.kernels._triton import ragged_page_attention as attention  # noqa: E402
+from ejkernel.kernels._triton._paged import drafts as of_masks  # noqa: E402
 from ejkernel.modules._operation import OPERATIONS  # noqa: E402
 
 from .test_triton_paged import computed, interpreted, operands_of  # noqa: E402, F401
@@ -50,6 +51,57 @@ def test_drafts_continue_the_softmax_of_a_prefill(options, lengths):
     found = attention.attended(x, spec, config, lambda most: (of_cached._asdict(), None), 4)
     assert_close(found, wanted, 2e-6)
     assert_close(attention.with_drafts(x, spec, of_cached), wanted, 2e-6)
+
+
+LENGTHS, CONTEXTS = (90, 1, 40, 6, 0, 5), (110, 17, 70, 3, 8, 5)
+PREFIXES = (90, 1, 33, 2, 0, 0)
+
+
+def masked_as_without(prefixes, drafts, seed=0):
+    """[tokens, drafts]: of each sequence so many drafts are seen as without a mask, and others at random."""
+    rng, rows = np.random.default_rng(seed), []
+    for length, prefix in zip(LENGTHS, prefixes, strict=True):
+        w, t = np.arange(drafts), np.arange(length)[:, None]
+        tree = rng.random((length, drafts)) < 0.5
+        if prefix < min(length, drafts):
+            tree[0, prefix] = prefix > 0
+            tree[-1, prefix] = False
+        rows.append(np.where(w < prefix, w <= t, tree))
+    return np.concatenate([*rows, rng.random((3, drafts)) < 0.5])
+
+
+@pytest.mark.parametrize("drafts", (5, 64, 100))
+def test_drafts_that_are_seen_as_without_a_mask_are_counted(drafts, monkeypatch):
+    """Of sequences that count, whatever the starts of others are; drafts behind a sequence are none of it."""
+    monkeypatch.setattr(of_masks, "LEAST_TOKENS_OF_PREFILLS", 1)
+    starts = np.cumsum([0, *LENGTHS])
+    mask = masked_as_without(PREFIXES, drafts)
+    for count, last in ((6, starts[-1]), (3, 7), (0, -4)):
+        given = np.where(np.arange(7) <= count, starts, last)
+        words = of_masks.in_words(jnp.asarray(mask)[None])
+        found = of_masks.causal_drafts(words, jnp.asarray(given, jnp.int32)[None], jnp.asarray([[count]]))[0]
+        for n in range(count):
+            shown, length = mask[starts[n] : starts[n + 1]], LENGTHS[n]
+            causal = np.arange(drafts) <= np.arange(length)[:, None]
+            same = (shown == causal)[:, : min(length, drafts)].all(0)
+            first = len(same) if same.all() else int(np.argmin(same))
+            assert min(int(found[n]), length, drafts) == first == min(PREFIXES[n], drafts, length)
+
+
+@pytest.mark.parametrize("options", ({}, dict(softcap=2.0)), ids=str)
+def test_drafts_follow_those_of_a_prefill_without_a_mask(options, monkeypatch):
+    """Rows without others are left as they are."""
+    monkeypatch.setattr(of_masks, "LEAST_TOKENS_OF_PREFILLS", 1)
+    mask = masked_as_without(PREFIXES, 100)
+    x = ragged(LENGTHS, CONTEXTS, h=8, drafts=100) | dict(draft_mask=jnp.asarray(mask))
+    x, spec = operands_of("ragged_page_attention", x, **options)
+    of = kernel_registry.find("ragged_page_attention", "xla").implementation
+    prefix = np.append(np.repeat(PREFIXES, LENGTHS), [0] * 3)[:, None]
+    before = of(*x._replace(draft_mask=x.draft_mask & (np.arange(100) < prefix)), spec=spec)
+    found = attention.with_drafts(x, spec, before)
+    assert_close(found, of(*x, spec=spec), 2e-6)
+    first = LENGTHS[0] + LENGTHS[1]
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[0, :first], b[0, :first]), found, before)
 
 
 @pytest.mark.parametrize("window", (None, 3))

@@ -63,8 +63,9 @@ def test_decodes_beside_prefills(name, most_keys, least_decodes, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("left", (None, 40))
-def test_keys_before_the_step(name, left, monkeypatch):
-    check(steps(name, 2, 5), 16, 9, left, monkeypatch, is_before_step=True)
+def test_some_tokens_of_the_step_are_no_keys(name, left, monkeypatch):
+    of_step = jnp.asarray(np.random.default_rng(3).integers(0, 40, (2, 5)), jnp.int32)
+    check(steps(name, 2, 5), 16, 9, left, monkeypatch, of_step=of_step)
 
 
 @pytest.mark.parametrize("name", ("fewer sequences", "equal contexts", "anything"))

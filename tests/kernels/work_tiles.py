@@ -9,7 +9,7 @@ from ejkernel.kernels._visibility import interval
 
 def work_tiles(
     context_lens: Array, query_start_loc: Array, num_seqs: Array, tokens: int, block_q: int, least: int,
-    left: int | None, keys: int, most_keys: int = 0, least_decodes: int = 0, is_before_step: bool = False,
+    left: int | None, keys: int, most_keys: int = 0, least_decodes: int = 0, of_step: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The table [most_tiles, 6], how many of its entries are work tiles [1], and the keys of decodes with some."""
     batches, sequences = context_lens.shape
@@ -29,7 +29,13 @@ def work_tiles(
     context = jnp.pad(context_lens, ((0, 0), (0, 2)))
     position = context - length
     stop = jnp.clip(context, 0, keys)
-    first, stop = interval(position, left, None, 0, jnp.minimum(stop, position) if is_before_step else stop)
+    first, stop = interval(
+        position,
+        left,
+        None,
+        0,
+        stop if of_step is None else jnp.minimum(stop, position + jnp.pad(of_step, ((0, 0), (0, 2)))),
+    )
     found = WorkTile(
         token=start + batch[:, None] * tokens,
         tokens=length,

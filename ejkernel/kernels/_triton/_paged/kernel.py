@@ -23,7 +23,7 @@ from .work import cached_keys, item_of_plan, keys_of_row, keys_of_tokens, row_of
 @triton.jit
 def attend_kernel(
     q, k, v, context_lens, starts, num_seqs, first_keys, block_tables, sinks, k_scale, v_scale, drafts, plan,
-    tiled_keys, o, lse, o_splits, lse_splits, arrivals,
+    tiled_keys, causal_drafts, o, lse, o_splits, lse_splits, arrivals,
     problem: tl.constexpr, schedule: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_DRAFTS: tl.constexpr,
@@ -43,6 +43,11 @@ def attend_kernel(
             write_padding(o, lse, batch, token + of_token, of_token, group * heads + row % heads, starts, num_seqs,
                           problem, schedule, V_WIDTH)  # fmt: skip
         return
+    if problem.only_drafts:
+        cached = cached_keys(batch, sequence, context_lens, starts, problem)
+        low = tl.maximum(low, cached + tl.load(causal_drafts + batch * problem.N + sequence))
+        if low >= high:
+            return
     in_row = of_token < tokens
     d, e = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
     # [batch, token, head] of a row of the tile.

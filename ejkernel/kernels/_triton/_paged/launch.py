@@ -21,6 +21,7 @@ from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import KernelConfig
 
 from . import KEYS_OF_INVARIANT_SPLIT, are_pairs, prefill_tiles, tiles_of_drafts
+from .drafts import causal_drafts
 from .kernel import attend_kernel
 from .merge import merge_kernel
 from .problem import Problem, Schedule, strides_of
@@ -50,6 +51,7 @@ class Step(NamedTuple):
         block_tables: [b,n,j]; None where a sequence has the page of its number.
         sinks: [b?,h,x]; k_scale and v_scale [b?,p?,s?,g?]; draft_words [b,t,w] (drafts.py); plan [b?,l,i,8].
         tiled_keys: [1], up to how many keys decodes are computed with the prefills.
+        causal_drafts: [b,n], how many drafts were computed before a launch that has the others alone.
     """
 
     q: Array
@@ -66,6 +68,7 @@ class Step(NamedTuple):
     draft_words: Array | None = None
     plan: Array | None = None
     tiled_keys: Array | None = None
+    causal_drafts: Array | None = None
 
 
 def attend(
@@ -212,7 +215,7 @@ def _prefilled(x: Step, problem: Problem, least: int, results: Results) -> Resul
 
 
 def with_drafts(x: Step, spec: CacheSpec, sequences: int, results: Results) -> Results:
-    """o and lse of all keys and sinks, from those without the drafts."""
+    """o and lse of all keys and sinks, from those without the drafts behind the causal ones."""
     return _with_drafts(x, _problem(x, spec, sequences, causal=True, sinks_of_empty=False), spec, 1, results)
 
 
@@ -221,7 +224,8 @@ def _with_drafts(x: Step, problem: Problem, spec: CacheSpec, least: int, results
     problem = replace(problem, sinks=0, only_drafts=True)
     tiles = tiles_of_drafts(Shapes(x.q, x.k, x.v, problem.N), spec.batch_invariant)
     schedule = replace(_unsplit(problem, least, tiles), padding=False)
-    return _attend(x._replace(plan=None, sinks=None), problem, schedule, tiles, results)
+    before = causal_drafts(x.draft_words, x.query_start_loc, x.num_seqs)
+    return _attend(x._replace(plan=None, sinks=None, causal_drafts=before), problem, schedule, tiles, results)
 
 
 def _unsplit(problem: Problem, least: int, tiles: TileConfig) -> Schedule:

@@ -42,7 +42,7 @@ class Problem:
         draft_words: words of 32 bits that hold which drafts a token sees; 0 without any.
         sinks_of_empty: whether the softmax of a token that is in no context has the sinks; it is −∞ otherwise.
         ptx: whether instructions of PTX may be used.
-        only_drafts: whether o and lse are those of all keys but the drafts, whose softmax is continued.
+        only_drafts: whether o and lse have all keys but the drafts, or some of these, whose softmax is continued.
     """
 
     N: int

@@ -28,7 +28,6 @@ class TileSchedule:
         most_tiles: places of the table.
         most_keys, least_decodes: decodes of up to so many keys have tiles too, beside prefills and if there are so many
             of them; 0 for none.
-        is_before_step: whether keys are those that were cached before the step.
     """
 
     B: int
@@ -41,12 +40,11 @@ class TileSchedule:
     most_tiles: int
     most_keys: int = 0
     least_decodes: int = 0
-    is_before_step: bool = False
 
 
 @triton.jit
 def work_tiles_kernel(
-    context_lens, starts, num_seqs,
+    context_lens, starts, num_seqs, of_step,
     table, total, tiled_keys,
     schedule: tl.constexpr, SEQUENCES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +70,7 @@ def work_tiles_kernel(
         if tiled_keys is not None:
             tl.store(tiled_keys, most_keys)
     tiles, position = tl.cdiv(length, schedule.block_q), context - length
-    first_key, stop = keys_of_sequence(position, context, schedule)
+    first_key, stop = keys_of_sequence(position, context, sequence, of_step, schedule)
     for first in tl.range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
         offset = (tiles - 1 - tile) * schedule.block_q  # the last tokens first
@@ -132,11 +130,11 @@ def sequence_of(index, context_lens, starts, num_seqs, most_keys, schedule: tl.c
 
 
 @triton.jit
-def keys_of_sequence(position, context, schedule: tl.constexpr):
+def keys_of_sequence(position, context, sequence, of_step, schedule: tl.constexpr):
     """The keys first ≤ j < stop that some token sees, from the position of the first: `interval` of _visibility.py."""
     first, stop = 0, tl.minimum(tl.maximum(context, 0), schedule.keys)
-    if schedule.is_before_step:
-        stop = tl.minimum(stop, position)
+    if of_step is not None:
+        stop = tl.minimum(stop, position + tl.load(of_step + sequence))
     if schedule.left is not None:
         first = tl.maximum(position - schedule.left, 0)
     some = first < stop

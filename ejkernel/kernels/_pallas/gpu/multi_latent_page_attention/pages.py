@@ -24,7 +24,7 @@ def keys_of_step(x: Operands, spec: CacheSpec, plan: Plan) -> Keys:
     """The block tables of all batches, and the work tiles."""
     tiles, total, _ = work_tiles(
         x.context_lens, x.query_start_loc, x.num_seqs, x.q_latent.shape[1], plan.tokens, 1, spec.left,
-        plan.columns * plan.page, is_before_step=x.draft_mask is not None,
+        plan.columns * plan.page, of_step=None if x.draft_mask is None else jnp.zeros_like(x.context_lens),
     )  # fmt: skip
     return Keys(x.pages.reshape(-1, plan.R + plan.D), x.block_tables.reshape(-1, plan.columns), None, tiles, total)
 

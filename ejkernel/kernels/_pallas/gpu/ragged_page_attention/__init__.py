@@ -1,7 +1,7 @@
 """ragged_page_attention on Hopper GPUs: prefills by a Pallas kernel of Mosaic GPU, decodes by that or by Triton's.
 
 Of few sequences the kernel of the prefills computes all, and of many the decodes with few keys, while memory would be
-idle.
+idle. Drafts of which a mask says who sees them are left to a launch of Triton, which continues the softmax.
 
 Pallas is imported only when a kernel is first needed.
 """
@@ -65,7 +65,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         average = f"sequences of {rows} tokens × heads of a group on average"
         return f"{average}; below {LEAST_ROWS} Triton's decoding kernel is faster"
     if operands.draft_mask is not None and spec.left is not None:
-        return "draft_mask with a window, which the kernel, to which all tokens see the same cached keys, does not take"
+        return "draft_mask with a window; before the drafts the kernel takes all keys up to a token's own"
     return None
 
 

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels._target import gpu_target
+from ejkernel.kernels._triton._paged.drafts import causal_drafts, in_words
 from ejkernel.kernels._triton._paged.parts import merge_parts
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention import Operands
@@ -48,15 +49,19 @@ EVERY = 2**30
 def prefill(x: Operands, spec: CacheSpec, most: int) -> tuple[dict[str, Array], Array | None]:
     """o [b,t,h,d] and lse [b,t,h] float32 of all tokens, except in sequences of 1 to `most` tokens, the decodes.
 
-    Where a mask says who sees drafts, they are those of the keys that were cached before the step. Decodes of up to so
-    many keys [1] as the second result says, if there is one, are computed too.
+    Where a mask says who sees drafts, they are those of the keys before them: the cached ones, and those of the step
+    that are seen as without it. Decodes of up to so many keys [1] as the second result says, if there is one, are
+    computed too.
     """
     plan, decodes = plan_of(x, spec), least_decodes(x, spec, gpu_target()) if most else None
     problem, (B, T, H, D) = plan.problem, x.q.shape
+    of_step = None
+    if plan.has_drafts:
+        of_step = causal_drafts(in_words(x.draft_mask), x.query_start_loc, x.num_seqs)
     table, total, tiled_keys = work_tiles(
         x.context_lens, x.query_start_loc, x.num_seqs, T, plan.tokens, most + 1,
         None if problem.low is None else -problem.low, problem.K,
-        *((MOST_KEYS_OF_TILE, decodes) if decodes else ()), is_before_step=plan.is_before_step,
+        *((MOST_KEYS_OF_TILE, decodes) if decodes else ()), of_step=of_step,
     )  # fmt: skip
     sinks = x.sinks
     if sinks is not None:
@@ -112,7 +117,7 @@ def plan_of(x: Operands, spec: CacheSpec) -> PagedPlan:
     )  # fmt: skip
     plan = PagedPlan(
         problem, block_q, block_k, stages, sequences=N, page=page, pages=pages, pools=pools, columns=J,
-        most_tiles=most_tiles(B, N, T, block_q // heads), packed_heads=heads, is_before_step=x.draft_mask is not None,
+        most_tiles=most_tiles(B, N, T, block_q // heads), packed_heads=heads, has_drafts=x.draft_mask is not None,
     )  # fmt: skip
     return replace(plan, splits=spec.num_splits or (1 if spec.batch_invariant else _splits(plan, B, T)))
 
@@ -164,7 +169,7 @@ def _tile_of(
         total = broadcast_rows(jnp.where(maximum == -jnp.inf, 0.0, 1.0 / COLUMNS), total)
 
     position = _positions(of, split, number, plan)
-    if plan.is_before_step:
+    if plan.has_drafts:
         position = jnp.minimum(position, of.stop - 1)
 
     def zero_hidden(stage: Array, block: Array) -> None:

@@ -27,7 +27,7 @@ class PagedPlan(Plan):
         most_tiles: work tiles, of all heads together, that the table has places for.
         packed_heads: heads of a group that a work tile has together, each token's in rows one after the other.
         splits: of the keys of each work tile.
-        is_before_step: whether all tokens see the keys that were cached before the step, and no others.
+        has_drafts: whether a mask says who sees the last keys of a step, which its work tiles leave out.
     """
 
     sequences: int
@@ -38,7 +38,7 @@ class PagedPlan(Plan):
     most_tiles: int
     packed_heads: int
     splits: int = 1
-    is_before_step: bool = False
+    has_drafts: bool = False
 
     @property
     def tokens(self) -> int:
@@ -132,7 +132,7 @@ class PagedPlan(Plan):
         whole = lambda key: lax.div(jnp.maximum(key, 0), step)
         begin = full_begin = jnp.int32(0)
         stop, full_stop = of.position + of.tokens, of.position + 1
-        if self.is_before_step:
+        if self.has_drafts:
             stop, full_stop = (jnp.minimum(key, of.stop) for key in (stop, full_stop))
         end, full_end = whole(stop + self.block_k - 1), whole(full_stop)
         if self.problem.low is not None:

@@ -47,27 +47,26 @@ def most_tiles(batches: int, sequences: int, tokens: int, block_q: int) -> int:
 
 def work_tiles(
     context_lens: Array, query_start_loc: Array, num_seqs: Array, tokens: int, block_q: int, least: int,
-    left: int | None, keys: int, most_keys: int = 0, least_decodes: int = 0, is_before_step: bool = False,
+    left: int | None, keys: int, most_keys: int = 0, least_decodes: int = 0, of_step: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The table [most_tiles, 6], how many of its entries are work tiles [1], and up to how many keys decodes have some,
     [1] or None. Entries behind the work tiles hold anything.
 
     Of context_lens [b,n], query_start_loc [b,n + 1] and num_seqs [b,1]. A sequence of less than `least` tokens is a
     decode, which has tiles only if it is one of `least_decodes` or more of up to `most_keys` keys. A token sees `left`
-    keys before its own, and a sequence has `keys` slots; `is_before_step` leaves those of the step itself out.
+    keys before its own, and a sequence has `keys` slots. Of its tokens in the step so many count as keys as `of_step`
+    [b,n] says, or all.
     """
     batches, sequences = context_lens.shape
     most, every = most_tiles(batches, sequences, tokens, block_q), batches * (sequences + 2)
     of = jax.ShapeDtypeStruct
     count = of((1,), jnp.int32)
     found = _launch.launch(
-        work_tiles_kernel, context_lens, query_start_loc, num_seqs,
+        work_tiles_kernel, context_lens, query_start_loc, num_seqs, of_step,
         out_type=(of((most, len(WorkTile._fields)), jnp.int32), count, *([count] if most_keys else [])),
         grid=every + 1,
         config=KernelConfig(num_warps=4, num_stages=1),
-        schedule=TileSchedule(
-            batches, sequences, tokens, block_q, least, left, keys, most, most_keys, least_decodes, is_before_step
-        ),
+        schedule=TileSchedule(batches, sequences, tokens, block_q, least, left, keys, most, most_keys, least_decodes),
         SEQUENCES=min(MOST_AT_ONCE, power_of_two(every)), TILES=TILES_AT_ONCE,
         **({} if most_keys else dict(tiled_keys=None)),
     )  # fmt: skip
