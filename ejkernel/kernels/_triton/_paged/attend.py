@@ -207,9 +207,10 @@ def power_of_two(x):
 
 @triton.jit
 def page_and_slot(
-    block_tables, batch, sequence, tile, position, problem: tl.constexpr, BLOCK_K: tl.constexpr, DRAFTS: tl.constexpr
-):
-    """The page and slot of the keys of a tile; a page number outside of the pool is clamped to it."""
+    block_tables, batch, sequence, tile, position,
+    problem: tl.constexpr, BLOCK_K: tl.constexpr, DRAFTS: tl.constexpr = False,
+):  # fmt: skip
+    """The page and slot of the keys of a tile, which with DRAFTS begins anywhere; pages are clamped to the pool."""
     if block_tables is None:
         return sequence, position
     else:
