@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from ejkernel import lax
 from ejkernel.kernels._pallas.gpu.ragged_page_attention import BLOCKS, supports
 from ejkernel.kernels._target import lowering_for
 from ejkernel.kernels._triton import _launch
@@ -14,7 +15,7 @@ from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention import Outputs
 
 from . import compiler
-from .test_mosaic_ragged_page_attention import HOPPER, SLOW, shapes
+from .test_mosaic_ragged_page_attention import HOPPER, SLOW, a_call, custom_calls, shapes
 
 
 @pytest.mark.parametrize("d", [d if d in (128, 256) else pytest.param(d, marks=SLOW) for d in BLOCKS])
@@ -37,3 +38,13 @@ def test_tiles_fit_the_gpu(d, tokens, h, rows, limit, monkeypatch):
     binary = compiler.binary(launch, compiler.TARGETS["sm_90"])
     assert binary.shared <= (limit or _launch.shared_memory_limit(HOPPER)) and binary.spilled <= 512
     assert dict(launch.constants)["ROWS"] == rows or limit is not None
+
+
+@pytest.mark.parametrize("tokens", (640, 1280))
+@pytest.mark.parametrize("sequences, decodes", [(3, 0), (70, 1)])
+def test_a_step_is_a_prefill_drafts_and_a_decode(sequences, decodes, tokens):
+    """Beside work tiles, and the merge of splits of a decode; few sequences have none."""
+    x = a_call(tokens, sequences=sequences) | dict(draft_mask=jax.ShapeDtypeStruct((tokens, 40), jnp.bool_))
+    found = custom_calls(lambda x: lax.ragged_page_attention(**x), x)
+    assert found["mosaic_gpu_v2"] == 1
+    assert found["triton_kernel_call"] - 2 in (decodes, 2 * decodes)
