@@ -71,7 +71,7 @@ def attended(
 
 
 def with_drafts(x: Operands, spec: CacheSpec, of_cached: Outputs) -> Outputs:
-    """o and lse, from those of the keys that were cached before the step and of the sinks."""
+    """o and lse, from those of the sinks and of the keys before the drafts: the cached ones, and `causal_drafts`."""
     from ._paged.launch import with_drafts
 
     return Outputs(**with_drafts(_step(x), spec, x.block_tables.shape[1], of_cached._asdict()))

@@ -85,8 +85,8 @@ def attend(
 
     `splits` and `tiles` are how rows of few tokens are computed. A plan decides their splits itself, and is left aside
     where these may not depend on the step. `prefill(n)` gives o and lse of all tokens but those of sequences with 1 to
-    n of them in the step, in the place of the launch that is made here, without their drafts; and `tiled_keys` if it
-    has some of these too.
+    n of them in the step, in the place of the launch that is made here, without the drafts behind `causal_drafts`; and
+    `tiled_keys` if it has some of these too.
     """
     x = x._replace(k=_launch.of_cache(x.k), v=_launch.of_cache(x.v))
     problem = _problem(x, spec, sequences, causal, sinks_of_empty)

@@ -121,10 +121,10 @@ def keys_of_drafts(x: Shapes) -> int:
 
 
 def sizes_of_drafts(x: Shapes, cores: int | None) -> Sequence[TileConfig]:
-    """Tiles of a launch that has drafts alone: of few rows where all of these run at once on so many multiprocessors.
+    """Tiles of a launch that has drafts alone: of few rows where all of these run at once, two on each multiprocessor.
 
-    Of 4 × 512 tokens of 32/8 heads of 128 features, 128 rows took 88 µs on an H200 with 32 keys and 112 with 64, 151
-    with 64 rows of these; of 8 × 64 tokens 64 rows took 12 µs, and 128 rows 18.
+    Of 4 × 512 tokens of 32/8 heads of 128 features, 128 rows took 88 µs on an H200 with 32 keys and 112 with 64, and 64
+    rows 151 with 64 keys; of 8 × 64 tokens 64 rows took 12 µs with 32 keys, and 128 rows 18 with 64.
     """
     many, few = (TileConfig(128, 32, 8, 4), TileConfig(128, 16, 8, 1)), (TileConfig(64, 32, 4, 4), PREFILL_SIZES[-1])
     batch, tokens, heads, _ = x.q.shape
