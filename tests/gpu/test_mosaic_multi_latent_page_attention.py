@@ -60,7 +60,7 @@ def test_lengths(h, tokens, num_splits):
 
 @pytest.mark.parametrize("h, tokens", [(16, 1), (7, 2), (16, 2), (16, 70), (128, 70)])
 @pytest.mark.parametrize("options", [dict(window=9), dict(softcap=2.0), dict(window=70, num_splits=3)], ids=str)
-@pytest.mark.parametrize("drafts", (0, 5, 70))
+@pytest.mark.parametrize("drafts", (0, 5, 70, 140))
 def test_options(h, tokens, options, drafts):
     x = of_lengths((1, 65, 1000), tokens, h)
     scale = x.pop("softmax_scale")

@@ -28,7 +28,7 @@ def check(x, **options):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("drafts", (0, 3, 40))
+@pytest.mark.parametrize("drafts", (0, 3, 40, 140))
 @pytest.mark.parametrize(
     "options", [{}, dict(window=9), dict(softcap=2.0), dict(num_splits=3, window=20), dict(softmax_scale=-0.3)], ids=str
 )
