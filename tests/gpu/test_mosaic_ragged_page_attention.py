@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.paged import ragged_defined, wide
+from kernels.paged import in_pages, ragged_defined, wide
 
 import ejkernel
 from ejkernel import lax, modules
@@ -27,7 +27,10 @@ FEW_TOKENS = (1, 17, 30, 8, 0, 3, 12, 1)
 PADDING = 13
 
 
-def step(h=8, g=2, d=128, page=64, dtype="bfloat16", lengths=LENGTHS, contexts=CONTEXTS, window=None, seed=0, peak=1.0):
+def step(
+    h=8, g=2, d=128, page=64, dtype="bfloat16", lengths=LENGTHS, contexts=CONTEXTS, window=None, seed=0, peak=1.0,
+    pages_dtype=None,
+):  # fmt: skip
     """Arguments with NaN in unread entries, where tables have no valid pages. `peak` is a factor of the queries."""
     rng, n, columns = np.random.default_rng(seed), len(lengths), -(-max(contexts) // page) + 1
     lengths, contexts = np.asarray(lengths), np.asarray(contexts)
@@ -38,13 +41,13 @@ def step(h=8, g=2, d=128, page=64, dtype="bfloat16", lengths=LENGTHS, contexts=C
     of_pages = np.zeros((n * columns, page), bool)
     of_pages[tables] = used.reshape(n, columns, page)
     pages = rng.standard_normal((n * columns, page, 2 * g, d), np.float32)
-    pages[~of_pages] = np.nan
+    pages[~of_pages] = np.nan if pages_dtype != "int8" else 2**30
     tables = np.where(used.reshape(n, columns, page).any(2), tables, rng.choice([-7, 2**30], tables.shape))
     q = peak * rng.standard_normal((lengths.sum() + PADDING, h, d), np.float32)
     q[lengths.sum() :] = np.nan
     return dict(
         q=jnp.asarray(q, dtype),
-        kv_pages=jnp.asarray(pages, dtype),
+        kv_pages=in_pages(pages.clip(-30, 31), pages_dtype or dtype),
         context_lens=jnp.asarray(contexts, jnp.int32),
         block_tables=jnp.asarray(tables, jnp.int32),
         query_start_loc=jnp.asarray(np.cumsum([0, *lengths]), jnp.int32),

@@ -7,7 +7,7 @@ a library in the driver's place that answers for a device of compute capability 
 
 prints, as JSON, for the forward, the tangent and the backward of a named call what its kernels spill, in bytes, and the
 remarks on serialized products. With "anyway" after it, also where the library passes over these kernels because of how
-the plugin assembles them.
+the plugin assembles them. With "int8" after it, of pages of int8 and a scale for each slot.
 """
 
 import ctypes
@@ -141,18 +141,30 @@ def calls(operation: str, shape: str) -> Iterator[tuple[str, Any]]:
             yield f"{call.kernel.name}, deterministic", dataclasses.replace(call, kwargs=kwargs)
 
 
-def main(operation: str, shape: str, anyway: str = "") -> None:
+def with_integers(call: Any) -> Any:
+    """A call over pages with these in int8, and a scale for each of their slots and heads."""
+    import jax
+
+    names = dict(zip(call.kwargs["operands"], call.args, strict=True))
+    pages = names["kv_pages"]
+    scale = jax.ShapeDtypeStruct(pages.shape[:4], "float32")
+    names |= dict(kv_pages=jax.ShapeDtypeStruct(pages.shape, "int8"), k_scale=scale, v_scale=scale)
+    return dataclasses.replace(call, args=tuple(names.values()), kwargs=call.kwargs | dict(operands=tuple(names)))
+
+
+def main(operation: str, shape: str, more: str = "") -> None:
     """Prints the reports of a named call."""
     import jax
 
     from ejkernel.kernels._pallas.gpu import _supports
     from ejkernel.kernels._target import lowering_for
 
-    if anyway:
+    if more == "anyway":
         _supports.serializes = lambda: None
     found = {}
     with lowering_for(HOPPER):
         for name, call in calls(operation, shape):
+            call = with_integers(call) if more == "int8" else call
             config = call.kernel.heuristic_cfg(call)
             if config.platform != Platform.PALLAS:
                 continue

@@ -1,4 +1,4 @@
-"""Executes the few instructions of PTX that kernels write themselves, for the 32 lanes of a warp, in NumPy."""
+"""Executes the few instructions of PTX that kernels write themselves, for the lanes of a warp or more, in NumPy."""
 
 import re
 
@@ -8,14 +8,22 @@ import numpy as np
 FORMATS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
-def execute(text: str, operands: list[np.ndarray]) -> None:
-    """Runs a program whose operand $n is operands[n], an array [32] of words or of sums, and is written in place."""
-    registers: dict[str, np.ndarray] = {}
-    body = re.sub(r"\.reg [^;]*;", "", text.strip()[1:-1] if text.strip().startswith("{") else text)
-    for instruction in filter(None, (line.strip() for line in body.split(";"))):
+def execute(text: str, operands: list[np.ndarray], shared: np.ndarray | None = None) -> None:
+    """Runs a program whose operand $n is operands[n], an array [32] of words or of sums, and is written in place.
+
+    `shared` has the bytes of shared memory. Then there may be more lanes, all threads of a block.
+    """
+    registers: dict[str, np.ndarray] = {"%tid.x": np.arange(len(operands[0]), dtype=np.uint32)}
+    body = re.sub(r";(\s*})+", ";", re.sub(r"{(?=\s*\.reg)", "", text.strip()))
+    for instruction in filter(None, (line.strip() for line in re.sub(r"\.reg [^;]*;", "", body).split(";"))):
         name, given = instruction.split(None, 1)
         if name.startswith("mma.sync"):
             _mma(name, *(_names(group) for group in re.findall(r"{(.*?)}", given)), operands, registers)
+        elif ".shared." in name:
+            _move(name, given, operands, registers, shared)
+        elif given.startswith("{"):  # mov.b32 {low, high}, x
+            low, high, x = _names(given.replace("{", "").replace("}", ""))
+            registers[low], registers[high] = (_read(x, operands, registers) >> n & 0xFFFF for n in (0, 16))
         else:
             to, *sources = _names(given)
             _write(to, _computed(name, [_read(x, operands, registers) for x in sources]), operands, registers)
@@ -30,7 +38,20 @@ def _read(name: str, operands: list, registers: dict) -> np.ndarray:
         return operands[int(name[1:])]
     if name in registers:
         return registers[name]
-    return np.full(32, int(name, 0), np.uint32)
+    number = int(name[2:], 16) if name.startswith("0f") else int(name, 0)
+    return np.full(len(operands[0]), number, np.uint32)
+
+
+def _move(name: str, given: str, operands: list, registers: dict, shared: np.ndarray) -> None:
+    """A load from shared memory, or a store to it, of a word or several."""
+    at, offset = re.search(r"\[(\w+) \+ (\d+)\]", given).groups()
+    words = _names(re.sub(r"\[.*?\]|[{}]", "", given).strip(", "))
+    address = (_read(at, operands, registers).astype(np.int64) + int(offset))[:, None] + np.arange(4)
+    for n, word in enumerate(words):
+        if name.startswith("ld"):
+            registers[word] = np.ascontiguousarray(shared[address + 4 * n]).view(np.uint32)[:, 0]
+        else:
+            shared[address + 4 * n] = _read(word, operands, registers)[:, None].view(np.uint8)
 
 
 def _write(name: str, x: np.ndarray, operands: list, registers: dict) -> None:
@@ -43,7 +64,7 @@ def _write(name: str, x: np.ndarray, operands: list, registers: dict) -> None:
 def _computed(name: str, given: list[np.ndarray]) -> np.ndarray:
     """The result of an instruction that each lane executes for itself."""
     match name.split("."):
-        case ["mov", "b32"]:
+        case ["mov", "b32" | "u32"]:
             return given[0].copy()
         case ["xor", "b32"]:
             return given[0] ^ given[1]
@@ -55,6 +76,23 @@ def _computed(name: str, given: list[np.ndarray]) -> np.ndarray:
             return given[0] & given[1]
         case ["add", "u32"]:
             return given[0] + given[1]
+        case ["mul", "lo", "u32"]:
+            return given[0] * given[1]
+        case ["mul", "f32"]:
+            return _bits(_float(given[0]) * _float(given[1]))
+        case ["sub", "f32"]:
+            return _bits(_float(given[0]) - _float(given[1]))
+        case ["sub", pair]:
+            a, b = (_pair(x, pair.removesuffix("x2")) for x in given)
+            return _word(a - b)
+        case ["cvt", "f32", "f16"]:
+            return _bits(given[0].astype(np.uint16).view(np.float16))
+        case ["cvt", "rn", "f16x2", "e4m3x2"]:
+            pairs = given[0].astype(np.uint16)[:, None].view(ml_dtypes.float8_e4m3fn)
+            return _word(pairs.astype(np.float16))
+        case ["cvt", "rn", pair, "f32"]:
+            high, low = map(_float, given)
+            return _word(np.stack([low, high], 1).astype(FORMATS[pair.removesuffix("x2")]))
         case ["mul", pair]:
             a, b = (_pair(x, pair.removesuffix("x2")) for x in given)
             return _word(a * b)
@@ -71,12 +109,20 @@ def _computed(name: str, given: list[np.ndarray]) -> np.ndarray:
 
 
 def _pair(words: np.ndarray, kind: str) -> np.ndarray:
-    """The numbers [32, 2] of words."""
-    return words.view(np.uint16).reshape(32, 2).view(FORMATS[kind])
+    """The numbers [lanes, 2] of words."""
+    return words.view(np.uint16).reshape(-1, 2).view(FORMATS[kind])
 
 
 def _word(pairs: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(pairs).view(np.uint16).view(np.uint32).reshape(32)
+    return np.ascontiguousarray(pairs).view(np.uint16).view(np.uint32).reshape(-1)
+
+
+def _float(words: np.ndarray) -> np.ndarray:
+    return words.view(np.float32)
+
+
+def _bits(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(np.float32).view(np.uint32)
 
 
 def _mma(name: str, d: list, a: list, b: list, c: list, operands: list, registers: dict) -> None:

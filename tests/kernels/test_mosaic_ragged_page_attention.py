@@ -27,7 +27,7 @@ from .paged import close, ragged_defined, wide
 HOPPER = Target("cuda", "NVIDIA H200")
 
 
-def shapes(tokens=640, h=8, g=2, d=128, page=64, sequences=3, columns=20, dtype=jnp.bfloat16, **others):
+def shapes(tokens=640, h=8, g=2, d=128, page=64, sequences=3, columns=20, dtype=jnp.bfloat16, pages=None, **others):
     """Operands of the primitive, [b = 1, …]."""
     of = jax.ShapeDtypeStruct
     integers = dict(
@@ -35,7 +35,7 @@ def shapes(tokens=640, h=8, g=2, d=128, page=64, sequences=3, columns=20, dtype=
         num_seqs=(1, 1),
     )  # fmt: skip
     return Operands(
-        q=of((1, tokens, h, d), dtype), kv_pages=of((1, 64, page, g, 2, d), dtype),
+        q=of((1, tokens, h, d), dtype), kv_pages=of((1, 64, page, g, 2, d), pages or dtype),
         **{name: of(shape, jnp.int32) for name, shape in integers.items()}, **others,
     )  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_few_tokens_are_decoded():
         ("a head dim of 96", {}, dict(d=96)),
         ("q is float32", {}, dict(dtype=jnp.float32)),
         ("draft_mask with a window", dict(window=9), dict(draft_mask=jax.ShapeDtypeStruct((1, 640, 4), jnp.bool_))),
-        ("k_scale", {}, dict(k_scale=jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32))),
+        ("k_scale of slots", {}, dict(k_scale=jax.ShapeDtypeStruct((1, 64, 64, 2), jnp.float32))),
         ("softmax_scale is -0.1", dict(softmax_scale=-0.1), {}),
         ("softcap is 200", dict(softcap=200.0), {}),
         ("48 tokens in the step", {}, dict(tokens=48)),

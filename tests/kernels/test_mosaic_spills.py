@@ -25,14 +25,17 @@ OFTEN = {
 def named():
     for operation, often in OFTEN.items():
         for shape in shapes_of(operation):
-            yield pytest.param(operation, shape, marks=() if shape in often else pytest.mark.slow)
+            yield pytest.param(operation, shape, "", marks=() if shape in often else pytest.mark.slow)
+    for shape in ("b8-4k-512", "b8-4k-512-d64", "b8-4k-512-d256", "b64-1k-64"):
+        marks = () if shape in OFTEN["ragged_page_attention"] else pytest.mark.slow
+        yield pytest.param("ragged_page_attention", shape, "int8", marks=marks)
 
 
-@pytest.mark.parametrize("operation, shape", list(named()))
-def test_kernels_have_the_registers_they_need(operation, shape, tmp_path):
+@pytest.mark.parametrize("operation, shape, pages", list(named()))
+def test_kernels_have_the_registers_they_need(operation, shape, pages, tmp_path):
     if reason := mosaic_compiler.missing():
         pytest.skip(reason)
-    reports = mosaic_compiler.reports(tmp_path, operation, shape)
+    reports = mosaic_compiler.reports(tmp_path, operation, shape, *filter(None, [pages]))
     assert all(reports.values()) and (reports or shape not in OFTEN[operation])
     spilled = {name: [spilled for spilled, _ in report] for name, report in reports.items()}
     assert all(n <= LIMIT for report in spilled.values() for n in report), spilled

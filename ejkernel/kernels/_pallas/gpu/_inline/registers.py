@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
@@ -47,6 +48,27 @@ def compare_columns(comparison: str, limits: Array, shape: tuple[int, int]) -> A
         return fragment(limits, registers.reshape(limits.registers.shape), is_signed=False)
 
     return emit(limits)
+
+
+def times_columns(s: Array, scales: Any) -> Array:
+    """s [64, columns] times a factor for each column: scales [columns], both float32, these in shared memory."""
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, WGMMA))
+    def emit(_, s, scales):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        text = "{ .reg .b32 x; mov.u32 x, %laneid; and.b32 x, x, 3; shl.b32 x, x, 3; add.u32 $0, $1, x; }"
+        address = llvm.inline_asm(i32, [llvm.ptrtoint(i32, utils.memref_ptr(scales))], text, "=r,r")
+        registers = np.empty((s.shape[1] // COLUMNS, s.registers.size * COLUMNS // s.shape[1]), object)
+        of_columns = s.registers.reshape(registers.shape)
+        two = ir.Type.parse("!llvm.struct<(f32, f32)>")
+        for n, pairs in enumerate(of_columns):
+            text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {4 * COLUMNS * n}];"
+            loaded = llvm.inline_asm(two, [address], text, "=f,=f,r,~{memory}", has_side_effects=True)
+            factors = vector.from_elements(pairs[0].type, [llvm.extractvalue(f32, loaded, [i]) for i in range(2)])
+            registers[n] = [arith.mulf(pair, factors) for pair in pairs]
+        return fragment(s, registers.reshape(s.registers.shape))
+
+    return emit(s, scales)
 
 
 def where_bits(words: Sequence[Array], s: Array) -> Array:

@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._inline.registers import BITS, where_bits
+from .._inline.registers import BITS, times_columns, where_bits
 from .._launch import ROWS, stage_of
 from .consumer_tile import ConsumerTile, Shared
 from .pairs import biased
@@ -47,7 +47,9 @@ def block_inputs(tile: ConsumerTile, i: Array | int, plan: Plan, masked: bool) -
 
 
 def with_bias(products: Array, shared: Shared, tile: ConsumerTile, step: Array | int, plan: Plan) -> Array:
-    """q·kᵀ with the scale that is an operand, and the bias of the block that was loaded in this step."""
+    """q·kᵀ with the scales that are operands, and the bias of the block that was loaded in this step."""
+    if shared.k_scales is not None:
+        products = times_columns(products, shared.k_scales.at[stage_of(step, shared.k_scales.shape[0])])
     if tile.softmax_scale is not None:
         products = products * tile.softmax_scale  # which may be negative: row maxima are those of the logits
     if not plan.bias:

@@ -28,6 +28,7 @@ class Shared(NamedTuple):
     q_empty: Any
     bias: Tiles | None = None
     bias_full: Any = None
+    k_scales: Any = None
 
 
 class ConsumerTile(NamedTuple):

@@ -13,7 +13,7 @@ from .._inline.products import Term, awaited, product
 from .._launch import ROWS, WGMMA, arrive, either, full, load_vector, stage_of, times_rows
 from .block_softmax import block_inputs, block_of, block_weights, exponent_of, hidden_logits, with_bias
 from .consumer_tile import ConsumerTile, Shared
-from .plan import PING_PONG, REGISTERS, Plan
+from .plan import PING_PONG, Plan
 from .problem import after_first
 from .tiles import Statistics, updated
 from .work_tiles import TileQueue
@@ -45,8 +45,8 @@ def consume(
     `work_tiles` is the number of these, or the queue from which they come; `tile_of(work_tile)` are the rows, and
     `store(work_tile, tile, acc, statistics)` is the epilogue.
     """
-    if plan.consumers > 1:
-        plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="increase")
+    if plan.registers:
+        plgpu.set_max_registers(plan.registers[0], action="increase")
     for stage in range(2 * plan.stages):
         arrive(plan.k_empty + stage, plan.warpgroups)
     pl.when(number == plan.consumers - 1)(lambda: arrive(PING_PONG, 2))

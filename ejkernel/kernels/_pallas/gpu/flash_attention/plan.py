@@ -59,6 +59,11 @@ class Plan:
         return self.consumers + 1
 
     @property
+    def registers(self) -> tuple[int, ...] | None:
+        """Registers of a thread of a consumer and of the producer, if they are to differ."""
+        return REGISTERS.get(self.consumers)
+
+    @property
     def q_tiles(self) -> int:
         return -(-self.problem.S // self.block_q)
 

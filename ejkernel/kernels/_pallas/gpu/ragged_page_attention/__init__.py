@@ -8,6 +8,7 @@ Pallas is imported only when a kernel is first needed.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from jax import Array
 
@@ -21,7 +22,7 @@ from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 from ejkernel.types.target import DEFAULT_CORE_COUNT
 
-from .._supports import refuses_given, refuses_scale, refuses_target
+from .._supports import refuses_scale, refuses_target
 
 # By the head dim: block_q, block_k and stages (flash_attention/configs.py). Sequences are seldom so long that 192
 # queries of them would pay.
@@ -31,15 +32,19 @@ BLOCKS = {64: (128, 128, 4), 128: (128, 128, 2), 192: (128, 64, 2), 256: (128, 6
 # long as the GPU had not warmed up.
 ONE_WARPGROUP = 64
 BLOCKS_OF_FEW_ROWS = {128: (ONE_WARPGROUP, 128, 3), 192: (ONE_WARPGROUP, 64, 3), 256: (ONE_WARPGROUP, 64, 3)}
+# Pages of eight bits are in shared memory beside what they are converted to.
+BLOCKS_OF_EIGHT_BITS = {D: (block_q, block_k, 2) for D, (block_q, block_k, _) in BLOCKS.items()}
+BLOCKS_OF_FEW_ROWS_OF_EIGHT_BITS = {D: (ONE_WARPGROUP, block_k, 2) for D, (_, block_k, _) in BLOCKS.items()}
 # A page, or the part of it in a block of keys, is copied in tiles of 8 rows; fewer than 16 make too many copies.
 SMALLEST_PAGE = 16
 # Keys of a decode that is a work tile beside prefills, at most; longer ones are split by Triton.
 MOST_KEYS_OF_TILE = 8192
 # With fewer tokens, or sequences of fewer rows (tokens × heads of a group), most rows of a tile are empty.
 LEAST_TOKENS, LEAST_ROWS = 64, 32
+# Of pages of eight bits Triton reads as much more, and a tile of one warpgroup takes as long as with all of its rows.
+LEAST_ROWS_OF_EIGHT_BITS = 33
 MOST_PACKED_HEADS = 16
 """Of a tile; a power of two, so that a warpgroup's rows are whole tokens."""
-ABSENT = ("k_scale", "v_scale")
 
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
@@ -47,9 +52,11 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     if wrong := refuses_target(target):
         return wrong
     q, kv = operands.q, operands.kv_pages
-    if q.dtype.name not in ("bfloat16", "float16") or kv.dtype != q.dtype:
-        return f"q is {q.dtype} and pages {kv.dtype}; the kernel takes bfloat16 and float16, of both the same"
-    if wrong := refuses_given(operands, ABSENT) or triton.supports(spec, operands, target):
+    if q.dtype.name not in ("bfloat16", "float16"):
+        return f"q is {q.dtype}; the kernel takes bfloat16 and float16"
+    if wrong := triton.supports(spec, operands, target):
+        return wrong
+    if wrong := next(filter(None, (_refuses_scales(name, operands) for name in ("k_scale", "v_scale"))), None):
         return wrong
     if q.shape[3] not in BLOCKS:
         return f"a head dim of {q.shape[3]}; the kernel takes {', '.join(map(str, BLOCKS))}"
@@ -61,12 +68,30 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return wrong
     if q.shape[1] < LEAST_TOKENS:
         return f"{q.shape[1]} tokens in the step; the kernel takes {LEAST_TOKENS} or more"
-    if (rows := average_rows(operands)) < LEAST_ROWS:
+    least = LEAST_ROWS_OF_EIGHT_BITS if kv.dtype.itemsize == 1 else LEAST_ROWS
+    if (rows := average_rows(operands)) < least:
         average = f"sequences of {rows} tokens × heads of a group on average"
-        return f"{average}; below {LEAST_ROWS} Triton's decoding kernel is faster"
+        return f"{average}; below {least} Triton's decoding kernel is faster"
     if operands.draft_mask is not None and spec.left is not None:
         return "draft_mask with a window; before the drafts the kernel takes all keys up to a token's own"
     return None
+
+
+def _refuses_scales(name: str, operands: Operands) -> str | None:
+    """Why the kernel does not take the scales of keys or values, or None."""
+    scale, kv = getattr(operands, name), operands.kv_pages
+    if not varies_over_slots(scale):
+        return None
+    if scale.shape != kv.shape[:4]:
+        return f"{name} of slots is {list(scale.shape)}; the kernel takes those of the pages, {list(kv.shape[:4])}"
+    if operands.q.dtype.name == "float16":
+        return f"{name} of slots with q in float16, where values times their scales may overflow"
+    return None if kv.dtype.itemsize == 1 else f"{name} of slots; the kernel takes them with pages of eight bits"
+
+
+def varies_over_slots(scale: Any) -> bool:
+    """Whether a scale [b?,p?,s?,g?] is not one for all pages, or for each head."""
+    return scale is not None and tuple(scale.shape[1:3]) != (1, 1)
 
 
 def _heads(operands: Operands) -> int:
@@ -81,8 +106,12 @@ def average_rows(operands: Operands) -> int:
 
 def blocks_of(operands: Operands, spec: CacheSpec) -> tuple[int, int, int]:
     """block_q, block_k and stages. Tiles may not follow from the step if bits are not to depend on the batch."""
-    few = average_rows(operands) <= ONE_WARPGROUP and not spec.batch_invariant
-    return (BLOCKS | (BLOCKS_OF_FEW_ROWS if few else {}))[operands.q.shape[3]]
+    has_few_rows = average_rows(operands) <= ONE_WARPGROUP and not spec.batch_invariant
+    if operands.kv_pages.dtype.itemsize == 1:
+        blocks = BLOCKS_OF_FEW_ROWS_OF_EIGHT_BITS if has_few_rows else BLOCKS_OF_EIGHT_BITS
+    else:
+        blocks = BLOCKS | (BLOCKS_OF_FEW_ROWS if has_few_rows else {})
+    return blocks[operands.q.shape[3]]
 
 
 def packed_heads(operands: Operands) -> int:
@@ -106,6 +135,8 @@ def least_decodes(operands: Operands, spec: CacheSpec, target: Target) -> int | 
     have: where a plan divides them, and where bits may not depend on how many there are.
     """
     if operands.plan is not None or operands.draft_mask is not None or spec.batch_invariant:
+        return None
+    if operands.kv_pages.dtype.itemsize == 1:  # Triton reads them as fast as their conversion for a tile takes
         return None
     tiles = operands.q.shape[2] // packed_heads(operands)
     return math.ceil((target.core_count or DEFAULT_CORE_COUNT) / tiles)

@@ -4,7 +4,8 @@ The consumers, their mainloop and its numbers are those of the dense kernel. A w
 each with some of the heads that share its keys, up to block_q rows in all (work.py), so that few tokens fill it; where
 a step has few tiles, each has a split of the keys, and the splits are merged. The producer reads the page numbers of a
 block of keys from the block table, and copies each page into its rows of the stage; all copies arrive at the full
-barrier of the stage. Slots outside of the context may hold NaN, so the consumers zero their values before the product:
+barrier of the stage. Pages of eight bits are converted by another warpgroup (producer.py), and their scales are factors
+of the logits and of o. Slots outside of the context may hold NaN, so the consumers zero their values before the product:
 in the last block of a sequence, and in the first block of its window.
 
 o is stored from registers, row by row, because the rows after a work tile belong to other sequences.
@@ -29,16 +30,16 @@ from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention import Operands
 
 from .._inline.rows import TILE_COLUMNS, store_rows, zero_rows
-from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, full, launch, shared, stage_of, sync
+from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, full, launch, shared, stage_of
 from ..flash_attention.consumer_tile import ConsumerTile, Shared
 from ..flash_attention.feature_tiles import Tiles, tiles_of
 from ..flash_attention.mainloop import consume
-from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E, Problem
 from ..flash_attention.tiles import COLUMNS, Statistics, View
-from . import MOST_KEYS_OF_TILE, blocks_of, least_decodes, packed_heads
+from . import MOST_KEYS_OF_TILE, blocks_of, least_decodes, packed_heads, varies_over_slots
 from .idle import pass_over
 from .plan import PagedPlan
+from .producer import PageTiles, convert, load
 from .work import WorkTile, most_tiles, work_tiles
 
 LEAST_KEYS_OF_SPLIT = 1024
@@ -67,7 +68,7 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> tuple[dict[str, Array], 
     if sinks is not None:
         sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (B, H))
     rows_of = lambda *shape: plgpu.SMEM(shape, problem.dtype, transforms=(plgpu.SwizzleTransform(128),))
-    parts, stages = D // TILE_COLUMNS, plan.stages
+    parts, stages, arrivals = D // TILE_COLUMNS, plan.stages, 1 if plan.converts else plan.pages_per_block
     of_splits = plan.splits * B * T, H
     of_token = (plan.packed_heads,) if plan.packed_heads > 1 else ()
     o, lse = launch(
@@ -81,13 +82,15 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> tuple[dict[str, Array], 
             total,
             tiled_keys,
             sinks,
+            tuple(_scale_of_heads(scale) for scale in (x.k_scale, x.v_scale)),
+            tuple(_scale_of_slots(scale) for scale in (x.k_scale, x.v_scale)),
         ),
         out_type=(
             jax.ShapeDtypeStruct((*of_splits, D), problem.dtype if plan.splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct(of_splits, jnp.float32),
         ),
         blocks=plan.blocks,
-        warpgroups=plan.warpgroups,
+        warpgroups=plan.warpgroups + plan.converts,
         scratch=dict(
             q_tiles=plgpu.RefUnion(
                 tuple(shared((plan.q_stages, plan.block_q, TILE_COLUMNS), problem.dtype) for _ in range(parts)),
@@ -96,14 +99,37 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> tuple[dict[str, Array], 
             k_tiles=shared((stages, plan.block_k, D), problem.dtype),
             v_tiles=shared((stages, plan.block_k, D), problem.dtype),
             q_full=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=parts),
-            k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=plan.pages_per_block),
-            v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=plan.pages_per_block),
+            k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals),
+            v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals),
             q_empty=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=plan.consumers),
+            pages=_page_tiles(x, plan) if plan.converts else None,
         ),
     )
     if plan.splits > 1:
         o, lse = merge_parts(o.reshape(-1, D), lse.reshape(-1, 1), None, plan.splits, B * T * H, problem.dtype)
     return dict(o=o.reshape(x.q.shape), lse=lse.reshape(B, T, H)), tiled_keys
+
+
+def _page_tiles(x: Operands, plan: PagedPlan) -> PageTiles:
+    """What shared memory has of pages that are converted."""
+    tiles = plgpu.SMEM((plan.page_stages, plan.block_k, plan.problem.D), x.kv_pages.dtype)
+    scales = plgpu.SMEM((plan.scale_stages + plan.page_stages, plan.block_k), jnp.float32)
+    full = [
+        plgpu.Barrier(num_barriers=plan.page_stages, num_arrivals=plan.pages_per_block + varies_over_slots(scale))
+        for scale in (x.k_scale, x.v_scale)
+    ]
+    empty = plgpu.Barrier(num_barriers=plan.page_stages)
+    return PageTiles(tiles, tiles, *full, empty, empty, scales if plan.scales_slots else None)
+
+
+def _scale_of_heads(scale: Array | None) -> Array | None:
+    """Of [b?,1,1,g?] as [b?,g?]; None if slots have scales, or there is none."""
+    return None if scale is None or varies_over_slots(scale) else scale.reshape(scale.shape[0], scale.shape[3])
+
+
+def _scale_of_slots(scale: Array | None) -> Array | None:
+    """Of [b?,p,s,g] as [slots,g]; None unless slots have scales."""
+    return scale.reshape(-1, scale.shape[3]) if varies_over_slots(scale) else None
 
 
 def plan_of(x: Operands, spec: CacheSpec) -> PagedPlan:
@@ -118,6 +144,7 @@ def plan_of(x: Operands, spec: CacheSpec) -> PagedPlan:
     plan = PagedPlan(
         problem, block_q, block_k, stages, sequences=N, page=page, pages=pages, pools=pools, columns=J,
         most_tiles=most_tiles(B, N, T, block_q // heads), packed_heads=heads, has_drafts=x.draft_mask is not None,
+        page_dtype=np.dtype(x.kv_pages.dtype), scales_slots=any(map(varies_over_slots, (x.k_scale, x.v_scale))),
     )  # fmt: skip
     return replace(plan, splits=spec.num_splits or (1 if spec.batch_invariant else _splits(plan, B, T)))
 
@@ -132,30 +159,39 @@ def _splits(plan: PagedPlan, batches: int, tokens: int) -> int:
 
 
 def _kernel(
-    q, kv, block_tables, table, total, tiled_keys, sinks, o, lse, *, plan: PagedPlan,
-    q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty,
+    q, kv, block_tables, table, total, tiled_keys, sinks, scales, scales_of_slots, o, lse, *, plan: PagedPlan,
+    q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty, pages,
 ):  # fmt: skip
     number, count = lax.axis_index("warpgroup"), plan.count(total[0])
     nth = lambda n: n if tiled_keys is None else plan.nth(n, count, tiled_keys[0] > 0)
     work_tile_of = lambda n: plan.work_tile(nth(n), table)
-    D = plan.problem.D
-    k_parts = [k_tiles] if D == TILE_COLUMNS else [
-        k_tiles.at[:, :, pl.ds(first, TILE_COLUMNS)] for first in range(0, D, TILE_COLUMNS)
-    ]  # fmt: skip
     tiles = Shared(
-        tiles_of(q_tiles), Tiles(tuple(k_parts), (k_tiles,)), Tiles((v_tiles,), (v_tiles,)),
-        q_full, k_full, v_full, q_empty,
+        tiles_of(q_tiles), _parts(k_tiles, TILE_COLUMNS), _parts(v_tiles, plan.columns_of_product),
+        q_full, k_full, v_full, q_empty, k_scales=None if scales_of_slots[0] is None else pages.scales_of_keys(plan),
     )  # fmt: skip
 
-    tile_of = partial(_tile_of, tiles, work_tile_of, sinks, number, plan)
-    store = partial(_store, (o, lse), work_tile_of, sinks, number, plan)
+    tile_of = partial(_tile_of, tiles, work_tile_of, sinks, scales[0], number, plan)
+    store = partial(_store, (o, lse), work_tile_of, sinks, scales[1], number, plan)
     compute = lambda: consume(tiles, tile_of, store, number, count, plan)
-    produce = lambda: _load(q, kv, block_tables, work_tile_of, tiles, count, plan)
+    produce = lambda: load(q, kv, scales_of_slots, block_tables, work_tile_of, tiles, pages, count, plan)
+    if plan.converts:
+        scales_values = scales_of_slots[1] is not None
+        of_blocks, others = lambda: convert(work_tile_of, tiles, pages, scales_values, count, plan), produce
+        produce = lambda: lax.cond(number == plan.consumers, of_blocks, others)
     pl.when(count > 0)(lambda: lax.cond(number < plan.consumers, compute, produce))
 
 
+def _parts(tiles: Any, columns: int) -> Tiles:
+    """Tiles of keys or values as parts of so many columns."""
+    D = tiles.shape[-1]
+    if columns >= D:
+        return Tiles((tiles,), (tiles,))
+    parts = [tiles.at[:, :, pl.ds(first, min(columns, D - first))] for first in range(0, D, columns)]
+    return Tiles(tuple(parts), (tiles,))
+
+
 def _tile_of(
-    tiles: Shared, work_tile_of: Callable, sinks: Any, number: Array, plan: PagedPlan, work_tile: Array
+    tiles: Shared, work_tile_of: Callable, sinks: Any, k_scale: Any, number: Array, plan: PagedPlan, work_tile: Array
 ) -> ConsumerTile:
     """The rows that this warpgroup has of the n-th work tile of its thread block."""
     of, head, split = work_tile_of(work_tile)
@@ -185,10 +221,19 @@ def _tile_of(
         start=Statistics(maximum, total),
         units=None,
         zero_hidden=zero_hidden,
+        softmax_scale=_scale_of(k_scale, of, head, plan),
     )
     if plan.consumers == 1:
         return tile
     return tile._replace(computed=partial(pass_over, tiles, tile, of.tokens * plan.packed_heads <= number * ROWS, plan))
+
+
+def _scale_of(scale: Any, of: WorkTile, head: Array, plan: PagedPlan) -> Array | None:
+    """Of the keys or values that a work tile sees, if they have one."""
+    if scale is None:
+        return None
+    batch = lax.div(of.sequence, jnp.int32(plan.sequences)) if scale.shape[0] > 1 else 0
+    return scale[batch, lax.div(head, jnp.int32(plan.problem.group)) if scale.shape[1] > 1 else 0]
 
 
 def _rows() -> Array:
@@ -207,6 +252,7 @@ def _store(
     out: tuple,
     work_tile_of: Callable,
     sinks: Any,
+    v_scale: Any,
     number: Array,
     plan: PagedPlan,
     work_tile: Array,
@@ -223,43 +269,11 @@ def _store(
     if sinks is not None:  # tokens outside of every context have no sinks
         saw &= _positions(of, split, number, plan) >= 0
     total = jnp.where(saw, total, 1.0)
-    rows = (acc * broadcast_rows(1 / total, acc)).astype(o.dtype)
+    factor = 1 / total
+    if v_scale is not None:
+        factor *= _scale_of(v_scale, of, head, plan)
+    rows = (acc * broadcast_rows(factor, acc)).astype(o.dtype)
     of_rows = jnp.where(saw, (last.maximum + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
     token, heads = of.token + lax.div(first, jnp.int32(plan.packed_heads)), plan.packed_heads
     token += split * (o.shape[0] // plan.splits)
     store_rows(o, rows, token, of.tokens * heads - first, head, lse, of_rows, heads)
-
-
-def _load(q, kv, block_tables, work_tile_of: Callable, tiles: Shared, count: Array, plan: PagedPlan) -> None:
-    """The producer warpgroup: q of every work tile, and its blocks of k and v into the stages as they become empty."""
-    if plan.consumers > 1:
-        plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
-    rows = min(plan.page, plan.block_k)
-
-    def copy(slots, kv_head, tile, stage, full):
-        for n, slot in enumerate(slots):
-            target = tile.at[stage, pl.ds(n * rows, rows)]
-            plgpu.copy_gmem_to_smem(kv.at[pl.ds(slot, rows), kv_head], target, full.at[stage])
-
-    def one(work_tile, step):
-        of, head, split = work_tile_of(work_tile)
-        kv_head, block_range = 2 * lax.div(head, jnp.int32(plan.problem.group)), plan.blocks_of_keys(of, split)
-        stage = stage_of(work_tile, plan.q_stages)
-        pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))
-        for n, part in enumerate(tiles.q.copies):
-            heads = pl.ds(head, plan.packed_heads) if plan.packed_heads > 1 else head
-            source = q.at[pl.ds(of.token, plan.tokens), heads, pl.ds(n * TILE_COLUMNS, TILE_COLUMNS)]
-            plgpu.copy_gmem_to_smem(source, part.at[stage], tiles.q_full.at[stage])
-
-        def block(i, step):
-            stage = stage_of(step, plan.stages)
-            slots = plan.slots(of, block_range.end - 1 - i, block_tables)
-            sync(plan.k_empty + stage, plan.warpgroups)
-            copy(slots, kv_head, tiles.k.copies[0], stage, tiles.k_full)
-            sync(plan.v_empty + stage, plan.warpgroups)
-            copy(slots, kv_head + 1, tiles.v.copies[0], stage, tiles.v_full)
-            return step + 1
-
-        return lax.fori_loop(0, block_range.end - block_range.begin, block, step)
-
-    lax.fori_loop(0, count, one, jnp.int32(0))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ejkernel.kernels._visibility import BlockRanges
@@ -13,6 +14,9 @@ from ..flash_attention.configs import SHARED_BYTES
 from ..flash_attention.plan import Plan
 from . import pages_per_block
 from .work import WorkTile
+
+# Registers of a thread of a consumer, of the warpgroup that converts and of the producer, by the number of consumers.
+CONVERTING_REGISTERS = {1: (240, 96, 56), 2: (216, 40, 40)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,8 @@ class PagedPlan(Plan):
         columns: pages of a sequence in its table.
         most_tiles: work tiles, of all heads together, that the table has places for.
         packed_heads: heads of a group that a work tile has together, each token's in rows one after the other.
+        page_dtype: of the pages: that of the problem, or eight bits, which are converted to it.
+        scales_slots: whether the keys or values of a slot have a scale.
         splits: of the keys of each work tile.
         has_drafts: whether a mask says who sees the last keys of a step, which its work tiles leave out.
     """
@@ -37,6 +43,8 @@ class PagedPlan(Plan):
     columns: int
     most_tiles: int
     packed_heads: int
+    page_dtype: np.dtype
+    scales_slots: bool
     splits: int = 1
     has_drafts: bool = False
 
@@ -56,13 +64,45 @@ class PagedPlan(Plan):
         return True
 
     @property
-    def q_stages(self) -> int:
-        return next(stages for stages in (2, 1) if stages == 1 or self.bytes_of_tiles(stages) <= SHARED_BYTES)
+    def converts(self) -> bool:
+        """Whether a warpgroup converts pages to the dtype of the problem."""
+        return self.page_dtype != self.problem.dtype
 
-    def bytes_of_tiles(self, q_stages: int) -> int:
-        """Of shared memory, with 2 KB for barriers."""
-        rows = q_stages * self.block_q + 2 * self.stages * self.block_k
-        return rows * self.problem.D * self.problem.dtype.itemsize + 2048
+    @property
+    def registers(self) -> tuple[int, ...] | None:
+        """Those of a thread of a consumer, of the warpgroup that converts, if any, and of the producer."""
+        return CONVERTING_REGISTERS[self.consumers] if self.converts else super().registers
+
+    @property
+    def columns_of_product(self) -> int:
+        """Columns of values that an instruction takes.
+
+        ptxas compiles for the registers that threads have at the launch, 128 of each with four warpgroups, and an
+        instruction with 256 columns has as many sums.
+        """
+        return 128 if self.converts else 256
+
+    @property
+    def q_stages(self) -> int:
+        return next(stages for stages in (2, 1) if stages == 1 or self.bytes_of_tiles(stages, 1) <= SHARED_BYTES)
+
+    @property
+    def page_stages(self) -> int:
+        """Blocks of pages that are copied ahead of their conversion."""
+        return next(n for n in (2, 1) if n == 1 or self.bytes_of_tiles(self.q_stages, n) <= SHARED_BYTES)
+
+    @property
+    def scale_stages(self) -> int:
+        """Blocks of keys whose scales are kept: those that are copied ahead, and those in the stages."""
+        return self.page_stages + self.stages
+
+    def bytes_of_tiles(self, q_stages: int, page_stages: int) -> int:
+        """Of shared memory, with 1 KB for barriers; it is given out by the KB."""
+        numbers = (q_stages * self.block_q + 2 * self.stages * self.block_k) * self.problem.dtype.itemsize
+        if self.converts:
+            numbers += 2 * page_stages * self.block_k
+        scales = (2 * page_stages + self.stages) * self.block_k * 4 if self.scales_slots else 0
+        return numbers * self.problem.D + -(-scales // 1024) * 1024 + 1024
 
     @property
     def blocks(self) -> int:
