@@ -78,6 +78,7 @@ def test_explain_shows_every_implementation(capsys, target):
 
 
 def test_explain_names_the_variants_that_a_config_may_ask_for(capsys):
+    pytest.importorskip("triton")
     call = "explain", "recurrent", "--q", "1,4096,16,128", "--dtype", "bf16"
     out = printed(capsys, *call, "--target", "cuda", "--device-kind", "NVIDIA H200")
     triton = kernel_registry.find("recurrent", "triton").implementation
