@@ -41,7 +41,8 @@ SMALLEST_PAGE = 16
 MOST_KEYS_OF_TILE = 8192
 # With fewer tokens, or sequences of fewer rows (tokens × heads of a group), most rows of a tile are empty.
 LEAST_TOKENS, LEAST_ROWS = 64, 32
-# Of pages of eight bits Triton reads as much more, and a tile of one warpgroup takes as long as with all of its rows.
+# Over pages of eight bits Triton's decoding kernel is as fast with 32 rows: tiles of one warpgroup, which convert them,
+# take as long with few rows as with all.
 LEAST_ROWS_OF_EIGHT_BITS = 33
 MOST_PACKED_HEADS = 16
 """Of a tile; a power of two, so that a warpgroup's rows are whole tokens."""

@@ -5,8 +5,10 @@ each with some of the heads that share its keys, up to block_q rows in all (work
 a step has few tiles, each has a split of the keys, and the splits are merged. The producer reads the page numbers of a
 block of keys from the block table, and copies each page into its rows of the stage; all copies arrive at the full
 barrier of the stage. Pages of eight bits are converted by another warpgroup (producer.py), and their scales are factors
-of the logits and of o. Slots outside of the context may hold NaN, so the consumers zero their values before the product:
-in the last block of a sequence, and in the first block of its window.
+of the logits and of o.
+
+Slots outside of the context may hold NaN, so the consumers zero their values before the product: in the last block of a
+sequence, and in the first block of its window.
 
 o is stored from registers, row by row, because the rows after a work tile belong to other sequences.
 """
