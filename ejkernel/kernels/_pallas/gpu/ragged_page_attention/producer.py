@@ -5,6 +5,7 @@ that consumers get the same tiles from both.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -43,6 +44,43 @@ class PageTiles(NamedTuple):
         return self.scales.at[pl.ds(plan.scale_stages, plan.page_stages)]
 
 
+class Stream(NamedTuple):
+    """Where the producer copies blocks of keys, or of values: the stages and their full barriers, what waits until the
+    stage of a step is empty, and the rows that it stores scales in, if slots have some.
+    """
+
+    tiles: Any
+    full: Any
+    stages: int
+    await_empty: Callable[[Array], None]
+    scales: Any = None
+
+    def stage(self, step: Array) -> tuple[Any, Any]:
+        """The stage of a step, and its full barrier."""
+        stage = stage_of(step, self.stages)
+        return self.tiles.at[stage], self.full.at[stage]
+
+
+def streams(tiles: Shared, pages: PageTiles | None, plan: PagedPlan) -> tuple[Stream, Stream]:
+    """Those of keys and of values: the stages of the consumers, or of the warpgroup that converts."""
+    if pages is None:
+        empty = lambda first: lambda step: sync(first + stage_of(step, plan.stages), plan.warpgroups)
+        return (
+            Stream(tiles.k.copies[0], tiles.k_full, plan.stages, empty(plan.k_empty)),
+            Stream(tiles.v.copies[0], tiles.v_full, plan.stages, empty(plan.v_empty)),
+        )
+
+    def await_empty(barriers: Any, step: Array) -> None:
+        stage = barriers.at[stage_of(step, plan.page_stages)]
+        pl.when(step >= plan.page_stages)(lambda: plgpu.barrier_wait(stage))
+
+    scales = (None, None) if pages.scales is None else (pages.scales_of_keys(plan), pages.scales_of_values(plan))
+    return (
+        Stream(pages.k, pages.k_full, plan.page_stages, partial(await_empty, pages.k_empty), scales[0]),
+        Stream(pages.v, pages.v_full, plan.page_stages, partial(await_empty, pages.v_empty), scales[1]),
+    )
+
+
 def load(
     q, kv, scales: tuple, block_tables, work_tile_of: Callable, tiles: Shared, pages: PageTiles | None, count: Array,
     plan: PagedPlan,
@@ -53,34 +91,18 @@ def load(
     """
     if plan.registers:
         plgpu.set_max_registers(plan.registers[-1], action="decrease")
-
+    keys, values = streams(tiles, pages, plan)
     rows = min(plan.page, plan.block_k)
 
-    if pages is None:
-        copies, full, stages = (tiles.k.copies[0], tiles.v.copies[0]), (tiles.k_full, tiles.v_full), plan.stages
-    else:
-        copies, full, stages = (pages.k, pages.v), (pages.k_full, pages.v_full), plan.page_stages
-
-    def await_empty(step: Array, of_values: int) -> None:
-        stage = stage_of(step, stages)
-        if pages is None:
-            sync((plan.k_empty, plan.v_empty)[of_values] + stage, plan.warpgroups)
-        else:
-            empty = (pages.k_empty, pages.v_empty)[of_values].at[stage]
-            pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty))
-
-    def copy(step: Array, slots: Sequence[Array], of_head: Array, of_values: int) -> None:
-        tile, arrived = (refs[of_values].at[stage_of(step, stages)] for refs in (copies, full))
+    def copy(stream: Stream, step: Array, slots: Sequence[Array], of_head: Array) -> None:
+        tile, full = stream.stage(step)
         for n, slot in enumerate(slots):
-            source = kv.at[pl.ds(slot, rows), of_head + of_values]
-            plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(n * rows, rows)], arrived)
+            plgpu.copy_gmem_to_smem(kv.at[pl.ds(slot, rows), of_head], tile.at[pl.ds(n * rows, rows)], full)
 
-    def store_scales(step: Array, scale: Array | None, of_values: int) -> None:
-        if scale is None:
-            return
-        of_rows = pages.scales_of_values(plan) if of_values else pages.scales_of_keys(plan)
-        store_of_row(of_rows.at[stage_of(step, of_rows.shape[0])], scale)
-        plgpu.barrier_arrive(full[of_values].at[stage_of(step, stages)])
+    def store_scales(stream: Stream, step: Array, scale: Array | None) -> None:
+        if scale is not None:
+            store_of_row(stream.scales.at[stage_of(step, stream.scales.shape[0])], scale)
+            plgpu.barrier_arrive(stream.stage(step)[1])
 
     def one(work_tile, step):
         of, head, split = work_tile_of(work_tile)
@@ -89,16 +111,17 @@ def load(
 
         def block(i, step):
             slots = plan.slots(of, block_range.end - 1 - i, block_tables)
-            of_keys, of_values = (
+            k_scale, v_scale = (
                 None if scale is None else scale_of_row(scale, slots, kv_head, rows) for scale in scales
             )
-            await_empty(step, 0)
-            copy(step, slots, 2 * kv_head, 0)
-            await_empty(step, 1)
-            # Now the values of a block before have been multiplied, and so its products by the scales of its keys.
-            store_scales(step, of_keys, 0)
-            copy(step, slots, 2 * kv_head, 1)
-            store_scales(step, of_values, 1)
+            keys.await_empty(step)
+            copy(keys, step, slots, 2 * kv_head)
+            values.await_empty(step)
+            # The values of an earlier block have been multiplied, and before that its products by the scales of its
+            # keys, over which these are stored.
+            store_scales(keys, step, k_scale)
+            copy(values, step, slots, 2 * kv_head + 1)
+            store_scales(values, step, v_scale)
             return step + 1
 
         return lax.fori_loop(0, block_range.end - block_range.begin, block, step)
