@@ -30,7 +30,7 @@ def test_tiles_fit(d, tokens):
     """Into shared memory, and into the 16 named barriers: a GPU stops at an instruction with a 17th."""
     with lowering_for(HOPPER):
         plan = plan_of(shapes(tokens, d=d, sequences=8), CacheSpec())
-    assert plan.bytes_of_tiles(plan.q_stages) <= SHARED_BYTES and plan.v_empty + plan.stages <= 16
+    assert plan.bytes_of_tiles(plan.q_stages, plan.page_stages) <= SHARED_BYTES and plan.v_empty + plan.stages <= 16
 
 
 @pytest.mark.parametrize("h, g, decodes", [(32, 8, 17), (16, 1, 132), (8, 8, 17)])
