@@ -41,9 +41,6 @@ SMALLEST_PAGE = 16
 MOST_KEYS_OF_TILE = 8192
 # With fewer tokens, or sequences of fewer rows (tokens × heads of a group), most rows of a tile are empty.
 LEAST_TOKENS, LEAST_ROWS = 64, 32
-# Over pages of eight bits Triton's decoding kernel is as fast with 32 rows: tiles of one warpgroup, which convert them,
-# take as long with few rows as with all.
-LEAST_ROWS_OF_EIGHT_BITS = 33
 MOST_PACKED_HEADS = 16
 """Of a tile; a power of two, so that a warpgroup's rows are whole tokens."""
 
@@ -69,10 +66,9 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return wrong
     if q.shape[1] < LEAST_TOKENS:
         return f"{q.shape[1]} tokens in the step; the kernel takes {LEAST_TOKENS} or more"
-    least = LEAST_ROWS_OF_EIGHT_BITS if kv.dtype.itemsize == 1 else LEAST_ROWS
-    if (rows := average_rows(operands)) < least:
+    if (rows := average_rows(operands)) < LEAST_ROWS:
         average = f"sequences of {rows} tokens × heads of a group on average"
-        return f"{average}; below {least} Triton's decoding kernel is faster"
+        return f"{average}; below {LEAST_ROWS} Triton's decoding kernel is faster"
     if operands.draft_mask is not None and spec.left is not None:
         return "draft_mask with a window; before the drafts the kernel takes all keys up to a token's own"
     return None
