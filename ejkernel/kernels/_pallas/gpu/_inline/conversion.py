@@ -57,10 +57,11 @@ def conversion_in_ptx(rows: int, columns: int, source: Any, target: Any, scaled:
         for column in range(0, columns, wide)
     ]
     shift = lambda n: n.bit_length() - 1
-    names = ", ".join(f"a{n}, b{n}" for n in range(2 * AT_ONCE))
+    in_flight = range(2 * AT_ONCE)
+    words, factors = (", ".join(f"{name}{n}" for name in names for n in in_flight) for names in ("ab", "f"))
     of_scales = "shl.b32 x, r, 2; add.u32 m, x, $2;" if scaled else ""
     return f"""{{
-        .reg .b32 t, r, c, s, d, m, x, {names};
+        .reg .b32 t, r, c, s, d, m, x, {words}; .reg .f32 {factors};
         mov.u32 t, %tid.x; and.b32 t, t, {THREADS - 1};
         shr.u32 r, t, {shift(threads_of_row)}; and.b32 c, t, {threads_of_row - 1};
         mul.lo.u32 s, r, {columns}; shl.b32 x, c, {shift(CHUNK)}; add.u32 s, s, x; add.u32 s, s, $1;
@@ -86,55 +87,60 @@ def _steps(places: Sequence[Place], dtype: str, to: str, scaled: bool) -> str:
     ptxas does not move a load before a store that may be to the same address, so several loads are before the
     conversions and stores of those before them.
     """
-    numbered = list(enumerate(places))
+    numbered = [(n % (2 * AT_ONCE), place) for n, place in enumerate(places)]
     groups = [numbered[first : first + AT_ONCE] for first in range(0, len(places), AT_ONCE)]
-    words = lambda n: (f"a{n % (2 * AT_ONCE)}", f"b{n % (2 * AT_ONCE)}")
-    loads = [
-        [f"ld.shared.v2.b32 {{{', '.join(words(n))}}}, [s + {place.source}];" for n, place in group] for group in groups
-    ]
-    stores = [[_stored(*words(n), place, dtype, to, scaled) for n, place in group] for group in groups]
+    loads = [[_loaded(n, place, scaled) for n, place in group] for group in groups]
+    stores = [[_stored(n, place, dtype, to, scaled) for n, place in group] for group in groups]
     interleaved = zip([*loads, []], [[], *stores], strict=True)
     return "\n".join(line for loaded, stored in interleaved for line in (*loaded, *stored))
 
 
-def _stored(a: str, b: str, place: Place, dtype: str, to: str, scaled: bool) -> str:
+def _loaded(n: int, place: Place, scaled: bool) -> str:
+    """Loads two words of four numbers, and the scale of their row."""
+    scale = f" ld.shared.f32 f{n}, [m + {4 * place.row}];" if scaled else ""
+    return f"ld.shared.v2.b32 {{a{n}, b{n}}}, [s + {place.source}];{scale}"
+
+
+def _stored(n: int, place: Place, dtype: str, to: str, scaled: bool) -> str:
     """Converts two words of four numbers, and stores the pairs."""
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[to]
-    words = [(a, ("y0", "y1")), (b, ("y2", "y3"))]
-    scale = f".reg .f32 m0; ld.shared.f32 m0, [m + {4 * place.row}];" if scaled else ""
-    if scaled or (dtype, kind) == ("float8_e4m3fn", "bf16x2"):
-        of_word = _by_float32
-    else:
-        of_word = _of_integers if dtype == "int8" else _of_e4m3
-    lines = "\n".join(line for x, pairs in words for line in of_word(x, pairs, dtype, kind, scaled))
-    return f"{{ .reg .b32 y0, y1, y2, y3; {scale} {lines} st.shared.v4.b32 [d + {place.target}], {{y0, y1, y2, y3}}; }}"
+    kind, scale = {"bfloat16": "bf16x2", "float16": "f16x2"}[to], f"f{n}" if scaled else None
+    words = [(f"a{n}", ("y0", "y1")), (f"b{n}", ("y2", "y3"))]
+    lines = "\n".join(line for x, pairs in words for line in _converted(x, pairs, dtype, kind, scale))
+    return f"{{ .reg .b32 y0, y1, y2, y3; {lines} st.shared.v4.b32 [d + {place.target}], {{y0, y1, y2, y3}}; }}"
 
 
-def _of_e4m3(x: str, pairs: tuple[str, str], *_: Any) -> Iterator[str]:
-    """Of a word of four numbers the pairs in float16."""
+def _converted(x: str, pairs: tuple[str, str], dtype: str, kind: str, scale: str | None) -> Iterator[str]:
+    """Of a word of four numbers the pairs, times the scale."""
+    if scale or (dtype, kind) == ("float8_e4m3fn", "bf16x2"):
+        return _by_float32(x, pairs, dtype, kind, scale)
+    return _of_integers(x, pairs, kind) if dtype == "int8" else _of_e4m3(x, pairs)
+
+
+def _of_e4m3(x: str, pairs: tuple[str, str]) -> Iterator[str]:
+    """The pairs in float16."""
     yield f"{{ .reg .b16 p, q; mov.b32 {{p, q}}, {x};"
     yield f"cvt.rn.f16x2.e4m3x2 {pairs[0]}, p; cvt.rn.f16x2.e4m3x2 {pairs[1]}, q; }}"
 
 
-def _by_float32(x: str, pairs: tuple[str, str], dtype: str, kind: str, scaled: bool) -> Iterator[str]:
-    """Of a word of four numbers the pairs, each by way of float32, and times m0 if `scaled`.
+def _by_float32(x: str, pairs: tuple[str, str], dtype: str, kind: str, scale: str | None) -> Iterator[str]:
+    """Each number by way of float32.
 
     An integer x is that from 2²³ + 128 to x + 2²³ + 128, whose bits are 0x4B000000 + 128 + x.
     """
-    times = " ".join(f"mul.f32 {f}, {f}, m0;" for f in "fg") if scaled else ""
+    times = " ".join(f"mul.f32 {number}, {number}, {scale};" for number in "uv") if scale else ""
     yield from (f"xor.b32 {x}, {x}, 0x80808080;",) if dtype == "int8" else _of_e4m3(x, pairs)
     for n, pair in enumerate(pairs):
-        yield "{ .reg .b16 p, q; .reg .b32 h; .reg .f32 f, g;"
+        yield "{ .reg .b16 p, q; .reg .b32 h; .reg .f32 u, v;"
         if dtype == "int8":
             yield "mov.b32 h, 0x4B000000;"
-            for f, byte in zip("fg", (2 * n, 2 * n + 1), strict=True):
-                yield f"prmt.b32 {f}, {x}, h, {0x7540 + byte}; sub.f32 {f}, {f}, 0f4B000080;"
+            for number, byte in zip("uv", (2 * n, 2 * n + 1), strict=True):
+                yield f"prmt.b32 {number}, {x}, h, {0x7540 + byte}; sub.f32 {number}, {number}, 0f4B000080;"
         else:
-            yield f"mov.b32 {{p, q}}, {pair}; cvt.f32.f16 f, p; cvt.f32.f16 g, q;"
-        yield f"{times} cvt.rn.{kind}.f32 {pair}, g, f; }}"
+            yield f"mov.b32 {{p, q}}, {pair}; cvt.f32.f16 u, p; cvt.f32.f16 v, q;"
+        yield f"{times} cvt.rn.{kind}.f32 {pair}, v, u; }}"
 
 
-def _of_integers(x: str, pairs: tuple[str, str], dtype: str, kind: str, scaled: bool) -> Iterator[str]:
+def _of_integers(x: str, pairs: tuple[str, str], kind: str) -> Iterator[str]:
     """Integers as the mantissas of numbers, from which a constant is subtracted.
 
     In float16, 1024 + n has the bits 0x6400 + n for 0 ≤ n < 1024: n = x + 128. In bfloat16, 128 + n has 0x4300 + n for
