@@ -176,11 +176,10 @@ def _kernel(
     store = partial(_store, (o, lse), work_tile_of, sinks, scales[1], number, plan)
     compute = lambda: consume(tiles, tile_of, store, number, count, plan)
     produce = lambda: load(q, kv, scales_of_slots, block_tables, work_tile_of, tiles, pages, count, plan)
-    if plan.converts:
-        scales_values = scales_of_slots[1] is not None
-        of_blocks, others = lambda: convert(work_tile_of, tiles, pages, scales_values, count, plan), produce
-        produce = lambda: lax.cond(number == plan.consumers, of_blocks, others)
-    pl.when(count > 0)(lambda: lax.cond(number < plan.consumers, compute, produce))
+    convert_pages = lambda: convert(work_tile_of, tiles, pages, scales_of_slots[1] is not None, count, plan)
+    converting = lambda: lax.cond(number == plan.consumers, convert_pages, produce)
+    others = converting if plan.converts else produce
+    pl.when(count > 0)(lambda: lax.cond(number < plan.consumers, compute, others))
 
 
 def _parts(tiles: Any, columns: int) -> Tiles:
