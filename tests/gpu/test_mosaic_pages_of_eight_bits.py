@@ -93,7 +93,7 @@ def test_many_sequences(pages):
 
 
 def test_every_number():
-    """All of e4m3 that are numbers, and all integers: values of one key each, exactly."""
+    """All of e4m3 that are numbers, and all integers, as values: their means, as the keys are zeros."""
     for pages, dtype in (("float8_e4m3fn", jnp.float8_e4m3fn), ("int8", jnp.int8)):
         x = step(h=8, g=1, lengths=(512,), contexts=(512,), pages_dtype=pages)
         numbers = np.arange(512 * 128, dtype=np.uint32).reshape(512, 128).astype(np.uint8).view(dtype)
