@@ -109,6 +109,13 @@ def test_heads_features_and_pages(h, g, d, page):
     check(step(h, g, d, page))
 
 
+@pytest.mark.parametrize("d", [d for d in range(16, 257, 16) if d % 64])
+@pytest.mark.parametrize("lengths, page", [(LENGTHS, 16), (FEW_TOKENS, 64)], ids=("long", "few"))
+@pytest.mark.parametrize("window", (None, 300))
+def test_every_head_dim(lengths, page, d, window):
+    check(step(d=d, page=page, lengths=lengths, window=window), window=window)
+
+
 @pytest.mark.parametrize("h, g", [(12, 4), (24, 4), (16, 1), (32, 1)])
 def test_heads_that_are_packed_in_part_or_altogether(h, g):
     check(step(h, g))

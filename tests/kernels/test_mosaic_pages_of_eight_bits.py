@@ -57,6 +57,7 @@ def test_shared_memory_and_registers_suffice(scales, tokens, d):
 
 @pytest.mark.parametrize("reason, x", [
     ("sequences of 28 tokens", dict(tokens=70, sequences=10)),
+    ("a head dim of 96; the kernel takes multiples of 64", dict(d=96)),
     ("v_scale of slots with q in float16", dict(dtype=jnp.float16, v_scale=of_shape(1, 64, 64, 2))),
     ("k_scale of slots is [2, 64, 64, 2]", dict(k_scale=of_shape(2, 64, 64, 2))),
     ("k_scale of slots is [1, 64, 64, 1]", dict(k_scale=of_shape(1, 64, 64, 1))),

@@ -54,9 +54,10 @@ SLOW = pytest.mark.slow
         (64, 16, dict(window=300)),
         (128, 64, {}),
         (256, 128, dict(softcap=20.0)),
+        (96, 16, {}),
         *(
             pytest.param(d, page, options, marks=SLOW)
-            for d in BLOCKS
+            for d in (*BLOCKS, 16, 48, 80, 144, 224)
             for page in (16, 64, 128, 256)
             for options in ({}, dict(window=300, softcap=20.0))
         ),
@@ -117,7 +118,7 @@ def test_few_tokens_are_decoded():
         ("pages of 24 slots", {}, dict(page=24)),
         ("pages of 48 slots", {}, dict(page=48)),
         ("pages of 8 slots", {}, dict(page=8)),
-        ("a head dim of 96", {}, dict(d=96)),
+        ("a head dim of 72", {}, dict(d=72)),
         ("q is float32", {}, dict(dtype=jnp.float32)),
         ("draft_mask with a window", dict(window=9), dict(draft_mask=jax.ShapeDtypeStruct((1, 640, 4), jnp.bool_))),
         ("k_scale of slots", {}, dict(k_scale=jax.ShapeDtypeStruct((1, 64, 64, 2), jnp.float32))),

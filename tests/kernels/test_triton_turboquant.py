@@ -7,6 +7,7 @@ import pytest
 from cases import CASES, assert_close
 
 pytest.importorskip("triton")
+from ejkernel.kernels._pallas.gpu import ragged_page_attention as mosaic
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.kernels._target import lowering_for
 from ejkernel.kernels._triton import _launch, _turboquant
@@ -28,7 +29,10 @@ LONG = dict(contexts=(70, 40, 1, 33, 3, 8), lengths=(60, 1, 1, 0, 5, 4), tokens=
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """Launches run here, as for a GPU; the tile of a prefill is so small that the steps have several."""
+    """Launches run here, as for a GPU, but no prefills by Mosaic GPU, which has no interpreter; tiles of prefills are
+    so small that the steps have several.
+    """
+    monkeypatch.setattr(mosaic, "LEAST_TOKENS", 1000)
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     monkeypatch.setattr(_launch, "has_ptx", lambda: False)
     monkeypatch.setattr(_turboquant, "ROWS_OF_WARPGROUP", 16)

@@ -46,20 +46,20 @@ def store_tile(target: Any, tile: Array) -> None:
 def zero_rows(tile: Any, begin: Array, end: Array) -> None:
     """Writes zeros to the rows of a tile [rows, columns] outside of begin ≤ row < end, before products read them.
 
-    Several warpgroups may do so at once. The tile has 16 bits a number, in parts of 8 rows × 128 bytes. The swizzle
+    Several warpgroups may do so at once. The tile has 16 bits a number, in parts of 8 rows as wide as its swizzle. That
     moves 16 bytes at a time within a row; as whole rows are written, it only spreads the threads over the banks.
     """
     rows, columns = tile.shape
-    transforms = plgpu.TilingTransform((TILE_ROWS, TILE_COLUMNS)), plgpu.SwizzleTransform(128)
-    parts, part_bytes = columns // TILE_COLUMNS, TILE_ROWS * 128
+    swizzle = swizzle_of(tile)
+    parts, part_bytes = 2 * columns // swizzle, TILE_ROWS * swizzle
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), SPLAT, SPLAT))
+    @plgpu.inline_mgpu(arg_types=(type_of_tile(tile), SPLAT, SPLAT))
     def emit(_, tile, begin, end):
 
         stores = "\n".join(
-            f"xor.b32 a, x, {16 * chunk}; add.u32 a, a, r;\n"
+            f"xor.b32 a, x, {chunk}; add.u32 a, a, r;\n"
             + "\n".join(f"@p st.shared.v4.b32 [a + {part * part_bytes}], {{z, z, z, z}};" for part in range(parts))
-            for chunk in range(8)
+            for chunk in range(0, swizzle, 16)
         )
         text = f"""{{
             .reg .pred p, q; .reg .b32 t, r, x, a, z;
@@ -69,7 +69,7 @@ def zero_rows(tile: Any, begin: Array, end: Array) -> None:
             setp.lt.s32 q, t, {rows}; and.pred p, p, q;
             and.b32 x, t, {TILE_ROWS - 1}; shr.u32 r, t, 3;
             mul.lo.u32 r, r, {parts * part_bytes}; add.u32 r, r, $0;
-            shl.b32 a, x, 7; add.u32 r, r, a; shl.b32 x, x, 4;
+            mul.lo.u32 a, x, {swizzle}; add.u32 r, r, a; shl.b32 x, x, 4; and.b32 x, x, {swizzle - 16};
             {stores}
         }}"""
         i32, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")

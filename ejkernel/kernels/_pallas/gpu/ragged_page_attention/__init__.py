@@ -24,8 +24,8 @@ from ejkernel.types.target import DEFAULT_CORE_COUNT
 
 from .._supports import refuses_scale, refuses_target
 
-# By the head dim: block_q, block_k and stages (flash_attention/configs.py). Sequences are seldom so long that 192
-# queries of them would pay.
+# Of head dims up to so many features: block_q, block_k and stages (flash_attention/configs.py). Sequences are seldom so
+# long that 192 queries of them would pay.
 BLOCKS = {64: (128, 128, 4), 128: (128, 128, 2), 192: (128, 64, 2), 256: (128, 64, 2)}
 # The same for sequences whose rows fit in one warpgroup's. A tile of two warpgroups computes as much again for nothing,
 # at a power that lowers the rate of the memory which bounds it: 16 × 8 tokens took 146 µs so on an H200, and 132 for as
@@ -56,9 +56,11 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return wrong
     if wrong := next(filter(None, (_refuses_scales(name, operands) for name in ("k_scale", "v_scale"))), None):
         return wrong
-    if q.shape[3] not in BLOCKS:
-        return f"a head dim of {q.shape[3]}; the kernel takes {', '.join(map(str, BLOCKS))}"
-    page, block_k = kv.shape[2], BLOCKS[q.shape[3]][1]
+    multiple = 64 if kv.dtype.itemsize == 1 else 16
+    if q.shape[3] % multiple or q.shape[3] > max(BLOCKS):
+        of_pages = f", of pages of {kv.dtype}" if kv.dtype.itemsize == 1 else ""
+        return f"a head dim of {q.shape[3]}; the kernel takes multiples of {multiple} up to {max(BLOCKS)}{of_pages}"
+    page, block_k = kv.shape[2], _of_head_dim(BLOCKS, operands)[1]
     if page % SMALLEST_PAGE or (page % block_k and block_k % page):
         whole = f"multiples of {SMALLEST_PAGE} that divide {block_k}, or multiples of that"
         return f"pages of {page} slots; the kernel takes {whole}"
@@ -108,7 +110,11 @@ def blocks_of(operands: Operands, spec: CacheSpec) -> tuple[int, int, int]:
         blocks = BLOCKS_OF_FEW_ROWS_OF_EIGHT_BITS if has_few_rows else BLOCKS_OF_EIGHT_BITS
     else:
         blocks = BLOCKS | (BLOCKS_OF_FEW_ROWS if has_few_rows else {})
-    return blocks[operands.q.shape[3]]
+    return _of_head_dim(blocks, operands)
+
+
+def _of_head_dim(blocks: dict[int, tuple[int, int, int]], operands: Operands) -> tuple[int, int, int]:
+    return next(of_features for most, of_features in blocks.items() if operands.q.shape[3] <= most)
 
 
 def packed_heads(operands: Operands) -> int:

@@ -31,7 +31,7 @@ from ejkernel.kernels._triton._paged.parts import merge_parts
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention import Operands
 
-from .._inline.rows import TILE_COLUMNS, store_rows, zero_rows
+from .._inline.rows import store_rows, zero_rows
 from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, full, launch, shared, stage_of
 from ..flash_attention.consumer_tile import ConsumerTile, Shared
 from ..flash_attention.feature_tiles import Tiles, tiles_of
@@ -69,8 +69,9 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> tuple[dict[str, Array], 
     sinks = x.sinks
     if sinks is not None:
         sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (B, H))
-    rows_of = lambda *shape: plgpu.SMEM(shape, problem.dtype, transforms=(plgpu.SwizzleTransform(128),))
-    parts, stages, arrivals = D // TILE_COLUMNS, plan.stages, 1 if plan.converts else plan.pages_per_block
+    row = plgpu.SwizzleTransform(plan.row_width * problem.dtype.itemsize)
+    rows_of = lambda *shape: plgpu.SMEM((*shape, plan.row_width), problem.dtype, transforms=(row,))
+    parts, stages, arrivals = D // plan.row_width, plan.stages, 1 if plan.converts else plan.pages_per_block
     of_splits = plan.splits * B * T, H
     of_token = (plan.packed_heads,) if plan.packed_heads > 1 else ()
     o, lse = launch(
@@ -95,8 +96,8 @@ def prefill(x: Operands, spec: CacheSpec, most: int) -> tuple[dict[str, Array], 
         warpgroups=plan.warpgroups + plan.converts,
         scratch=dict(
             q_tiles=plgpu.RefUnion(
-                tuple(shared((plan.q_stages, plan.block_q, TILE_COLUMNS), problem.dtype) for _ in range(parts)),
-                tuple(rows_of(plan.q_stages, plan.tokens, *of_token, TILE_COLUMNS) for _ in range(parts)),
+                tuple(shared((plan.q_stages, plan.block_q, plan.row_width), problem.dtype) for _ in range(parts)),
+                tuple(rows_of(plan.q_stages, plan.tokens, *of_token) for _ in range(parts)),
             ),
             k_tiles=shared((stages, plan.block_k, D), problem.dtype),
             v_tiles=shared((stages, plan.block_k, D), problem.dtype),
@@ -168,7 +169,7 @@ def _kernel(
     nth = lambda n: n if tiled_keys is None else plan.nth(n, count, tiled_keys[0] > 0)
     work_tile_of = lambda n: plan.work_tile(nth(n), table)
     tiles = Shared(
-        tiles_of(q_tiles), _parts(k_tiles, TILE_COLUMNS), _parts(v_tiles, plan.columns_of_product),
+        tiles_of(q_tiles), _parts(k_tiles, plan.row_width), _parts(v_tiles, plan.columns_of_product),
         q_full, k_full, v_full, q_empty, k_scales=None if scales_of_slots[0] is None else pages.scales_of_keys(plan),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from jax import Array, lax
 from ejkernel.kernels._visibility import BlockRanges
 
 from ..flash_attention.configs import SHARED_BYTES
+from ..flash_attention.head_dims import row_width
 from ..flash_attention.plan import Plan
 from . import pages_per_block
 from .work import WorkTile
@@ -72,6 +73,16 @@ class PagedPlan(Plan):
     def registers(self) -> tuple[int, ...] | None:
         """Those of a thread of a consumer, of the warpgroup that converts, if any, and of the producer."""
         return CONVERTING_REGISTERS[self.consumers] if self.converts else super().registers
+
+    @property
+    def q_in_registers(self) -> bool:
+        """Whether q stays there for the whole work tile: if it is one part."""
+        return self.row_width == self.problem.D and super().q_in_registers
+
+    @property
+    def row_width(self) -> int:
+        """Features of a part of q: a row of the widest swizzle that divides a head dim."""
+        return row_width(self.problem.D)
 
     @property
     def columns_of_product(self) -> int:

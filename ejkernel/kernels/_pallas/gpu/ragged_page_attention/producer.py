@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._inline.conversion import convert_tile, scale_of_row, store_of_row
-from .._inline.rows import TILE_COLUMNS
 from .._launch import stage_of, sync
 from ..flash_attention.consumer_tile import Shared
 from .plan import PagedPlan
@@ -165,5 +164,5 @@ def _copy_queries(q, of: WorkTile, head: Array, work_tile: Array, tiles: Shared,
     pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))
     for n, part in enumerate(tiles.q.copies):
         heads = pl.ds(head, plan.packed_heads) if plan.packed_heads > 1 else head
-        source = q.at[pl.ds(of.token, plan.tokens), heads, pl.ds(n * TILE_COLUMNS, TILE_COLUMNS)]
+        source = q.at[pl.ds(of.token, plan.tokens), heads, pl.ds(n * plan.row_width, plan.row_width)]
         plgpu.copy_gmem_to_smem(source, part.at[stage], tiles.q_full.at[stage])
