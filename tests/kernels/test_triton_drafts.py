@@ -39,7 +39,7 @@ def test_keys_of_the_cache_have_larger_tiles_than_drafts(num_splits, options, pa
 
 
 @pytest.mark.parametrize("lengths", ((9, 1, 4, 6, 0, 40, 5), (90, 1, 4, 6, 0, 70, 5)), ids=("few", "many"))
-@pytest.mark.parametrize("options", ({}, dict(softcap=2.0)), ids=str)
+@pytest.mark.parametrize("options", ({}, dict(softcap=2.0), dict(window=9), dict(window=60)), ids=str)
 def test_drafts_continue_the_softmax_of_a_prefill(options, lengths):
     """That has the cached keys and sinks of sequences of more than 4 tokens, one of which has more tokens than keys."""
     x = ragged(lengths, (110, 17, 40, 3, 8, 77, 5), h=8, drafts=75)
@@ -88,7 +88,7 @@ def test_drafts_that_are_seen_as_without_a_mask_are_counted(drafts, monkeypatch)
             assert min(int(found[n]), length, drafts) == first == min(PREFIXES[n], drafts, length)
 
 
-@pytest.mark.parametrize("options", ({}, dict(softcap=2.0)), ids=str)
+@pytest.mark.parametrize("options", ({}, dict(softcap=2.0), dict(window=9), dict(window=60)), ids=str)
 def test_drafts_follow_those_of_a_prefill_without_a_mask(options, monkeypatch):
     """Rows without others are left as they are."""
     monkeypatch.setattr(of_masks, "LEAST_TOKENS_OF_PREFILLS", 1)

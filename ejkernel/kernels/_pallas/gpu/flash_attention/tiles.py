@@ -108,12 +108,15 @@ def weights_of_lse(exponents: Array) -> Array:
 
 
 class View(NamedTuple):
-    """The batch index and the first row of a tile (queries or keys), and the mask of arrays."""
+    """The batch index and the first row of a tile (queries or keys), the mask of arrays, and the column after the last
+    that any row sees, if not all.
+    """
 
     batch: Array
     row: Array
     mask_info: MaskInfo | None
     of_keys: bool = False
+    stop: Array | None = None
 
 
 def loaded(view: View, column: Array, shape: tuple[int, int]) -> tuple[Array, Array] | None:
@@ -121,7 +124,7 @@ def loaded(view: View, column: Array, shape: tuple[int, int]) -> tuple[Array, Ar
 
     The first and the stop of the interval of columns that each row sees, or the segment ids of rows and of columns.
     """
-    batch, row, mask_info, _ = view
+    batch, row, mask_info, *_ = view
     if mask_info is not None and mask_info.intervals is not None:
         return tuple(_load(x, batch, row, shape[0], PER_ROW) for x in mask_info.intervals)
     if mask_info is not None and mask_info.segment_ids is not None:
@@ -140,7 +143,7 @@ def visible(
     Without segments a row sees one interval of columns, the intersection of the intervals of all conditions. What is
     `loaded` may be given, if it was loaded before.
     """
-    _, row, mask_info, of_keys = view
+    _, row, mask_info, of_keys, stop = view
     rows = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=PER_ROW) + row
     firsts, lasts, conditions = [], [], []
     given = loaded(view, column, shape) if given is None else given
@@ -157,6 +160,8 @@ def visible(
     elif uneven_keys:
         lasts.append(plgpu.layout_cast(jnp.full(shape[:1], problem.K - 1), PER_ROW))
     low, high = problem.band(of_keys)
+    if stop is not None:
+        lasts.append(jnp.broadcast_to(stop - 1, shape[:1]))
     if high is not None:
         lasts.append(rows + high)
     if low is not None:

@@ -71,8 +71,6 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     if (rows := average_rows(operands)) < LEAST_ROWS:
         average = f"sequences of {rows} tokens × heads of a group on average"
         return f"{average}; below {LEAST_ROWS} Triton's decoding kernel is faster"
-    if operands.draft_mask is not None and spec.left is not None:
-        return "draft_mask with a window; before the drafts the kernel takes all keys up to a token's own"
     return None
 
 

@@ -207,8 +207,6 @@ def _tile_of(
         total = broadcast_rows(jnp.where(maximum == -jnp.inf, 0.0, 1.0 / COLUMNS), total)
 
     position = _positions(of, split, number, plan)
-    if plan.has_drafts:
-        position = jnp.minimum(position, of.stop - 1)
 
     def zero_hidden(stage: Array, block: Array) -> None:
         hides, begin, end = plan.hides(of, block)
@@ -217,7 +215,7 @@ def _tile_of(
     tile = ConsumerTile(
         number=number,
         q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in tiles.q.parts],
-        view=View(jnp.int32(0), position - _rows(), None),
+        view=View(jnp.int32(0), position - _rows(), None, stop=of.stop if plan.has_drafts else None),
         head=head,
         block_range=plan.blocks_of_keys(of, split),
         start=Statistics(maximum, total),
