@@ -7,7 +7,8 @@ a library in the driver's place that answers for a device of compute capability 
 
 prints, as JSON, for the forward, the tangent and the backward of a named call what its kernels spill, in bytes, and the
 remarks on serialized products. With "anyway" after it, also where the library passes over these kernels because of how
-the plugin assembles them. With "int8" after it, of pages of int8 and a scale for each slot.
+the plugin assembles them. With "int8" after it, of pages of int8 and a scale for each slot; with "e4m3", of those of
+float8_e4m3fn without scales.
 """
 
 import ctypes
@@ -43,6 +44,7 @@ int cuModuleLoadData(void** module, const void* image) { return 0; }
 int cuModuleGetFunction(void** function, void* module, const char* name) { return 0; }
 int cuFuncSetAttribute(void* function, int attribute, int value) { return 0; }
 """
+PAGES = {"int8": "int8", "e4m3": "float8_e4m3fn"}
 SERIALIZED = re.compile(r"\((C\d+)\)[^\n]* serialized ")
 
 
@@ -141,14 +143,17 @@ def calls(operation: str, shape: str) -> Iterator[tuple[str, Any]]:
             yield f"{call.kernel.name}, deterministic", dataclasses.replace(call, kwargs=kwargs)
 
 
-def with_integers(call: Any) -> Any:
-    """A call over pages with these in int8, and a scale for each of their slots and heads."""
+def with_pages(call: Any, dtype: str) -> Any:
+    """A call over pages with these in a dtype of eight bits, int8 with a scale for each of their slots and heads."""
     import jax
 
     names = dict(zip(call.kwargs["operands"], call.args, strict=True))
-    pages = names["kv_pages"]
-    scale = jax.ShapeDtypeStruct(pages.shape[:4], "float32")
-    names |= dict(kv_pages=jax.ShapeDtypeStruct(pages.shape, "int8"), k_scale=scale, v_scale=scale)
+    given = "kv_pages" if "kv_pages" in names else "pages"
+    pages = names[given]
+    of_latents = jax.ShapeDtypeStruct((*pages.shape[:3], 1), "float32")
+    of_heads = jax.ShapeDtypeStruct(pages.shape[:4], "float32")
+    scales = dict(k_scale=of_latents) if given == "pages" else dict(k_scale=of_heads, v_scale=of_heads)
+    names |= {given: jax.ShapeDtypeStruct(pages.shape, dtype)} | (scales if dtype == "int8" else {})
     return dataclasses.replace(call, args=tuple(names.values()), kwargs=call.kwargs | dict(operands=tuple(names)))
 
 
@@ -164,7 +169,7 @@ def main(operation: str, shape: str, more: str = "") -> None:
     found = {}
     with lowering_for(HOPPER):
         for name, call in calls(operation, shape):
-            call = with_integers(call) if more == "int8" else call
+            call = with_pages(call, PAGES[more]) if more in PAGES else call
             config = call.kernel.heuristic_cfg(call)
             if config.platform != Platform.PALLAS:
                 continue

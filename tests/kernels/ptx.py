@@ -7,20 +7,41 @@ import numpy as np
 
 FORMATS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
+OF_WORDS = {
+    "xor.b32": np.bitwise_xor,
+    "and.b32": np.bitwise_and,
+    "shr.u32": np.right_shift,
+    "shl.b32": np.left_shift,
+    "add.u32": np.add,
+    "add.s32": np.add,
+    "sub.u32": np.subtract,
+    "mul.lo.u32": np.multiply,
+    "min.u32": np.minimum,
+    "max.u32": np.maximum,
+}
 
-def execute(text: str, operands: list[np.ndarray], shared: np.ndarray | None = None) -> None:
+
+def execute(
+    text: str, operands: list[np.ndarray], shared: np.ndarray | None = None, device: np.ndarray | None = None
+) -> None:
     """Runs a program whose operand $n is operands[n], an array [32] of words or of sums, and is written in place.
 
-    `shared` has the bytes of shared memory. Then there may be more lanes, all threads of a block.
+    `shared` has the bytes of shared memory, `device` those of device memory. Then there may be more lanes, all threads
+    of a block. Barriers wait for nothing, as all lanes execute an instruction together.
     """
     registers: dict[str, np.ndarray] = {"%tid.x": np.arange(len(operands[0]), dtype=np.uint32)}
     body = re.sub(r";(\s*})+", ";", re.sub(r"{(?=\s*\.reg)", "", text.strip()))
     for instruction in filter(None, (line.strip() for line in re.sub(r"\.reg [^;]*;", "", body).split(";"))):
         name, given = instruction.split(None, 1)
+        lanes = registers["%tid.x"] >= 0
+        if name.startswith("@"):  # only loads
+            lanes, (name, given) = registers[name[1:]], given.split(None, 1)
         if name.startswith("mma.sync"):
             _mma(name, *(_names(group) for group in re.findall(r"{(.*?)}", given)), operands, registers)
-        elif ".shared." in name:
-            _move(name, given, operands, registers, shared)
+        elif ".shared." in name or ".global." in name:
+            _move(name, given, operands, registers, shared if ".shared." in name else device, lanes)
+        elif name in ("bar.sync", "bar.warp.sync"):
+            continue
         elif given.startswith("{"):  # mov.b32 {low, high}, x
             low, high, x = _names(given.replace("{", "").replace("}", ""))
             registers[low], registers[high] = (_read(x, operands, registers) >> n & 0xFFFF for n in (0, 16))
@@ -42,16 +63,23 @@ def _read(name: str, operands: list, registers: dict) -> np.ndarray:
     return np.full(len(operands[0]), number, np.uint32)
 
 
-def _move(name: str, given: str, operands: list, registers: dict, shared: np.ndarray) -> None:
-    """A load from shared memory, or a store to it, of a word or several."""
+def _move(name: str, given: str, operands: list, registers: dict, memory: np.ndarray, lanes: np.ndarray) -> None:
+    """A load from memory by some lanes, or a store to it by all, of a word or several."""
     at, offset = re.search(r"\[(\w+) \+ (\d+)\]", given).groups()
     words = _names(re.sub(r"\[.*?\]|[{}]", "", given).strip(", "))
-    address = (_read(at, operands, registers).astype(np.int64) + int(offset))[:, None] + np.arange(4)
+    first = np.where(lanes, _read(at, operands, registers).astype(np.int64) + int(offset), 0)
+    address = first[:, None] + np.arange(4)
     for n, word in enumerate(words):
         if name.startswith("ld"):
-            registers[word] = np.ascontiguousarray(shared[address + 4 * n]).view(np.uint32)[:, 0]
+            found = np.ascontiguousarray(memory[address + 4 * n]).view(np.uint32)[:, 0]
+            _write(
+                word,
+                found if lanes.all() else np.where(lanes, found, _read(word, operands, registers)),
+                operands,
+                registers,
+            )
         else:
-            shared[address + 4 * n] = _read(word, operands, registers)[:, None].view(np.uint8)
+            memory[address + 4 * n] = _read(word, operands, registers)[:, None].view(np.uint8)
 
 
 def _write(name: str, x: np.ndarray, operands: list, registers: dict) -> None:
@@ -63,21 +91,25 @@ def _write(name: str, x: np.ndarray, operands: list, registers: dict) -> None:
 
 def _computed(name: str, given: list[np.ndarray]) -> np.ndarray:
     """The result of an instruction that each lane executes for itself."""
+    if name in OF_WORDS:
+        return OF_WORDS[name](*given)
     match name.split("."):
-        case ["mov", "b32" | "u32"]:
+        case ["mov", "b32" | "u32" | "pred"]:
             return given[0].copy()
-        case ["xor", "b32"]:
-            return given[0] ^ given[1]
-        case ["shr", "u32"]:
-            return given[0] >> given[1]
-        case ["shl", "b32"]:
-            return given[0] << given[1]
-        case ["and", "b32"]:
-            return given[0] & given[1]
-        case ["add", "u32"]:
-            return given[0] + given[1]
-        case ["mul", "lo", "u32"]:
-            return given[0] * given[1]
+        case ["max", "u16x2"]:
+            return np.maximum(given[0].view(np.uint16), given[1].view(np.uint16)).view(np.uint32)
+        case ["shfl", "sync", "bfly", "b32"]:
+            return given[0][np.arange(len(given[0])) ^ given[1]]
+        case ["mul", "wide", "s32"]:
+            return given[0].astype(np.int32).astype(np.int64) * given[1].astype(np.int32)
+        case ["setp", "ne", "s32"]:
+            return given[0] != given[1]
+        case ["setp", "ge", "and", "s32"]:
+            return (given[0].astype(np.int32) >= given[1].astype(np.int32)) & given[2]
+        case ["add", "s64"]:
+            return given[0].astype(np.int64) + given[1].astype(np.int64)
+        case ["cvt", "u64", "u32"]:
+            return given[0].astype(np.int64)
         case ["mul", "f32"]:
             return _bits(_float(given[0]) * _float(given[1]))
         case ["sub", "f32"]:

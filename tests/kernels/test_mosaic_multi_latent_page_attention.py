@@ -46,6 +46,14 @@ def test_lowers(h, page, options):
         assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
 
 
+def of_eight_bits(scales, pages="float8_e4m3fn", **sizes):
+    """Operands over pages of eight bits with no scale, one, or those of pages or slots."""
+    x = shapes(**sizes)
+    shape = {"one": (1, 1, 1), "pages": (1, 600, 1), "slots": x.pages.shape[:3]}.get(scales)
+    scale = shape and jax.ShapeDtypeStruct((*shape, 1), jnp.float32)
+    return x._replace(pages=jax.ShapeDtypeStruct(x.pages.shape, pages), k_scale=scale)
+
+
 def listed(keys, **sizes):
     """Operands with lists of so many keys."""
     x = shapes(**sizes)
@@ -101,11 +109,18 @@ def test_a_config_asks_for_rows_that_there_are():
         (shapes(latent=256), SPEC, "256 and 64 features"),
         (shapes(page=24), SPEC, "pages of 24 slots"),
         (shapes(dtype=jnp.float32), SPEC, "q_latent is float32"),
-        (shapes(k_scale=jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)), SPEC, "k_scale is not supported"),
+        (shapes(k_scale=jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)), SPEC, "k_scale with pages of bfloat16"),
+        (of_eight_bits("slots", dtype=jnp.float16), SPEC, "k_scale with q_latent in float16"),
+        (of_eight_bits("pages"), SPEC, "k_scale is [1, 600, 1]; the kernel takes one, or those of the pages"),
+        (
+            of_eight_bits("none", draft_mask=jax.ShapeDtypeStruct((1, 8, 4), jnp.bool_)),
+            SPEC,
+            "draft_mask with pages of",
+        ),
         (shapes(), CacheSpec(softmax_scale=-0.1), "it must be > 0"),
         (listed(0, h=64), SPEC, "no tokens, sequences, heads, slots or keys"),
     ],
-    ids=("latent", "page", "dtype", "k_scale", "scale", "no keys"),
+    ids=("latent", "page", "dtype", "k_scale", "float16", "page scales", "drafts", "scale", "no keys"),
 )
 def test_refuses(x, spec, reason):
     assert reason in supports(spec, x, HOPPER)

@@ -29,6 +29,10 @@ def named():
     for shape in ("b8-4k-512", "b8-4k-512-d64", "b8-4k-512-d256", "b64-1k-64"):
         marks = () if shape in OFTEN["ragged_page_attention"] else pytest.mark.slow
         yield pytest.param("ragged_page_attention", shape, "int8", marks=marks)
+    for shape in ("b128-4k-h16", "b128-4k-h128", "top2k-4k-of-32k-h128"):
+        for pages in ("int8", "e4m3"):
+            marks = pytest.mark.slow if (shape, pages) != ("b128-4k-h128", "e4m3") else ()
+            yield pytest.param("multi_latent_page_attention", shape, pages, marks=marks)
 
 
 @pytest.mark.parametrize("operation, shape, pages", list(named()))

@@ -50,7 +50,8 @@ __all__ = [
 # `plgpu.load` wants an index in jax 0.10; this is all of a ref.
 _index = inspect.signature(plgpu.load).parameters.get("idx")
 _WHOLE = ((),) if _index is not None and _index.default is _index.empty else ()
-# Mosaic GPU itself uses the named barriers below this one, of 16.
+# Of 16 named barriers Mosaic GPU itself uses those below this one, where a thread block has up to three warpgroups. A
+# fourth has this one, if it ever synchronises its own threads, as `commit_smem` does.
 FIRST_BARRIER = 4
 
 

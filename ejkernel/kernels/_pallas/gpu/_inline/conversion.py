@@ -47,30 +47,55 @@ def conversion_in_ptx(rows: int, columns: int, source: Any, target: Any, scaled:
     its number in the tile, is the same in all. Neighbouring threads read neighbouring bytes, 128 of them, or as many of
     two rows, and write to all banks.
     """
-    wide = 2 * TILE_COLUMNS if columns % (2 * TILE_COLUMNS) == 0 else TILE_COLUMNS
-    threads_of_row = wide // CHUNK
-    step_rows, tile_bytes = THREADS // threads_of_row, TILE_ROWS * ROW_BYTES
-    row_of_tiles = columns // TILE_COLUMNS * tile_bytes
-    places = [
-        Place(row, row * columns + column, row // TILE_ROWS * row_of_tiles + column // TILE_COLUMNS * tile_bytes)
-        for row in range(0, rows, step_rows)
-        for column in range(0, columns, wide)
-    ]
-    shift = lambda n: n.bit_length() - 1
-    in_flight = range(2 * AT_ONCE)
+    places, in_flight = places_of(rows, columns, columns), range(2 * AT_ONCE)
     words, factors = (", ".join(f"{name}{n}" for name in names for n in in_flight) for names in ("ab", "f"))
     of_scales = "shl.b32 x, r, 2; add.u32 m, x, $2;" if scaled else ""
     return f"""{{
         .reg .b32 t, r, c, s, d, m, x, {words}; .reg .f32 {factors};
         mov.u32 t, %tid.x; and.b32 t, t, {THREADS - 1};
-        shr.u32 r, t, {shift(threads_of_row)}; and.b32 c, t, {threads_of_row - 1};
-        mul.lo.u32 s, r, {columns}; shl.b32 x, c, {shift(CHUNK)}; add.u32 s, s, x; add.u32 s, s, $1;
-        and.b32 x, r, {TILE_ROWS - 1}; shl.b32 d, x, {shift(ROW_BYTES)}; xor.b32 x, x, c; and.b32 x, x, {CHUNK - 1};
-        shl.b32 x, x, {shift(CHUNK_BYTES)}; add.u32 d, d, x; add.u32 d, d, $0;
-        shr.u32 x, r, {shift(TILE_ROWS)}; mul.lo.u32 x, x, {row_of_tiles}; add.u32 d, d, x;
-        shr.u32 x, c, {shift(CHUNK)}; mul.lo.u32 x, x, {tile_bytes}; add.u32 d, d, x; {of_scales}
+        {address_of_target("d", "$0", columns)}
+        mul.lo.u32 s, r, {columns}; shl.b32 x, c, {_shift(CHUNK)}; add.u32 s, s, x; add.u32 s, s, $1; {of_scales}
         {_steps(places, np.dtype(source).name, np.dtype(target).name, scaled)}
     }}"""
+
+
+def address_of_target(name: str, tile: str, columns: int) -> str:
+    """Row r and chunk c of the first step of thread t, and the address where it stores that chunk in a tile."""
+    threads_of_row, tile_bytes = _columns_of_step(columns) // CHUNK, TILE_ROWS * ROW_BYTES
+    return f"""
+        shr.u32 r, t, {_shift(threads_of_row)}; and.b32 c, t, {threads_of_row - 1};
+        and.b32 x, r, {TILE_ROWS - 1}; shl.b32 {name}, x, {_shift(ROW_BYTES)};
+        xor.b32 x, x, c; and.b32 x, x, {CHUNK - 1};
+        shl.b32 x, x, {_shift(CHUNK_BYTES)}; add.u32 {name}, {name}, x; add.u32 {name}, {name}, {tile};
+        shr.u32 x, r, {_shift(TILE_ROWS)}; mul.lo.u32 x, x, {_bytes_of_tiles(columns)}; add.u32 {name}, {name}, x;
+        shr.u32 x, c, {_shift(CHUNK)}; mul.lo.u32 x, x, {tile_bytes}; add.u32 {name}, {name}, x;"""
+
+
+def places_of(rows: int, columns: int, source_bytes: int) -> list["Place"]:
+    """The steps in which a warpgroup converts a tile, whose rows in the source are so many bytes apart."""
+    wide, tile_bytes = _columns_of_step(columns), TILE_ROWS * ROW_BYTES
+    return [
+        Place(
+            row,
+            row * source_bytes + column,
+            row // TILE_ROWS * _bytes_of_tiles(columns) + column // TILE_COLUMNS * tile_bytes,
+        )
+        for row in range(0, rows, THREADS * CHUNK // wide)
+        for column in range(0, columns, wide)
+    ]
+
+
+def _columns_of_step(columns: int) -> int:
+    return 2 * TILE_COLUMNS if columns % (2 * TILE_COLUMNS) == 0 else TILE_COLUMNS
+
+
+def _bytes_of_tiles(columns: int) -> int:
+    """Of the tiles of 8 rows that are beside each other."""
+    return columns // TILE_COLUMNS * TILE_ROWS * ROW_BYTES
+
+
+def _shift(n: int) -> int:
+    return n.bit_length() - 1
 
 
 class Place(NamedTuple):
@@ -90,7 +115,13 @@ def _steps(places: Sequence[Place], dtype: str, to: str, scaled: bool) -> str:
     numbered = [(n % (2 * AT_ONCE), place) for n, place in enumerate(places)]
     groups = [numbered[first : first + AT_ONCE] for first in range(0, len(places), AT_ONCE)]
     loads = [[_loaded(n, place, scaled) for n, place in group] for group in groups]
-    stores = [[_stored(n, place, dtype, to, scaled) for n, place in group] for group in groups]
+    stores = [
+        [
+            stored((f"a{n}", f"b{n}"), f"d + {place.target}", dtype, to, f"f{n}" if scaled else None)
+            for n, place in group
+        ]
+        for group in groups
+    ]
     interleaved = zip([*loads, []], [[], *stores], strict=True)
     return "\n".join(line for loaded, stored in interleaved for line in (*loaded, *stored))
 
@@ -101,12 +132,13 @@ def _loaded(n: int, place: Place, scaled: bool) -> str:
     return f"ld.shared.v2.b32 {{a{n}, b{n}}}, [s + {place.source}];{scale}"
 
 
-def _stored(n: int, place: Place, dtype: str, to: str, scaled: bool) -> str:
-    """Converts two words of four numbers, and stores the pairs."""
-    kind, scale = {"bfloat16": "bf16x2", "float16": "f16x2"}[to], f"f{n}" if scaled else None
-    words = [(f"a{n}", ("y0", "y1")), (f"b{n}", ("y2", "y3"))]
-    lines = "\n".join(line for x, pairs in words for line in _converted(x, pairs, dtype, kind, scale))
-    return f"{{ .reg .b32 y0, y1, y2, y3; {lines} st.shared.v4.b32 [d + {place.target}], {{y0, y1, y2, y3}}; }}"
+def stored(words: tuple[str, str], address: str, dtype: str, to: str, scale: str | None = None) -> str:
+    """Converts two words of four numbers, times a scale, and stores the pairs."""
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[to]
+    results = ("y0", "y1"), ("y2", "y3")
+    converted = (_converted(x, pairs, dtype, kind, scale) for x, pairs in zip(words, results, strict=True))
+    lines = "\n".join(line for of_word in converted for line in of_word)
+    return f"{{ .reg .b32 y0, y1, y2, y3; {lines} st.shared.v4.b32 [{address}], {{y0, y1, y2, y3}}; }}"
 
 
 def _converted(x: str, pairs: tuple[str, str], dtype: str, kind: str, scale: str | None) -> Iterator[str]:
@@ -192,17 +224,49 @@ def scale_of_row(scales: Any, slots: Sequence[Array], head: Array, rows: int) ->
     return emit(scales, head, *slots)
 
 
-def store_of_row(target: Any, value: Array) -> None:
-    """target[r] = what the thread of each row r has of a value, in shared memory."""
+def scale_of_entry(scales: Any, lists: Any, row: Array, first: Array, rows: int) -> Array:
+    """scales[lists[row, first + r], 0] float32 in device memory, or 0 for entries below 0; each thread has that of a r.
+
+    r is the number of the thread, or what is left of it by `rows`, a power of two.
+    """
     text = f"""{{
-        .reg .b32 r; mov.u32 r, %tid.x; and.b32 r, r, {target.shape[0] - 1};
-        shl.b32 r, r, 2; add.u32 r, r, $0; st.shared.f32 [r], $1;
+        .reg .pred p; .reg .b32 r; .reg .b64 a, l;
+        mov.u32 r, %tid.x; and.b32 r, r, {rows - 1}; add.s32 r, r, $4; mul.wide.s32 l, r, 4;
+        mul.wide.s32 a, $3, {4 * lists.shape[1]}; add.s64 a, a, l; add.s64 a, a, $2; ld.global.nc.b32 r, [a];
+        setp.ge.s32 p, r, 0; mul.wide.s32 a, r, 4; add.s64 a, a, $1; mov.f32 $0, 0f00000000;
+        @p ld.global.nc.f32 $0, [a];
     }}"""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))
-    def emit(_, target, value):
-        address = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(target))
-        operands = [address, value.registers[()]]
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,f,~{memory}", has_side_effects=True)
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), SPLAT, SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.float32, SPLAT),
+    )
+    def emit(_, scales, lists, *numbers):
+        i64 = ir.IntegerType.get_signless(64)
+        pointers = [llvm.ptrtoint(i64, utils.memref_ptr(x)) for x in (scales, lists)]
+        operands = [*pointers, *(x.registers[()] for x in numbers)]
+        found = llvm.inline_asm(ir.F32Type.get(), operands, text, "=&f,l,l,r,r", has_side_effects=True)
+        return fragmented_array.FragmentedArray.splat(found, ())
 
-    emit(target, value)
+    return emit(scales, lists, row, first)
+
+
+def store_of_row(target: Any, value: Array, valid: tuple[Array, Array] | None = None) -> None:
+    """target[r] = what the thread of each row r has of a value, or 0 outside of valid[0] ≤ r < valid[1], in shared
+    memory.
+    """
+    hidden = "" if valid is None else "setp.lt.s32 p, r, $2; setp.ge.or.s32 p, r, $3, p; selp.f32 x, 0f00000000, x, p;"
+    text = f"""{{
+        .reg .pred p; .reg .b32 r; .reg .f32 x; mov.u32 r, %tid.x; and.b32 r, r, {target.shape[0] - 1};
+        mov.f32 x, $1; {hidden}
+        shl.b32 r, r, 2; add.u32 r, r, $0; st.shared.f32 [r], x;
+    }}"""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, *(SPLAT,) * len(valid or ())))
+    def emit(_, target, *numbers):
+        address = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(target))
+        operands = [address, *(x.registers[()] for x in numbers)]
+        constraints = "r,f" + ",r" * len(valid or ()) + ",~{memory}"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    emit(target, value, *(valid or ()))

@@ -26,11 +26,11 @@ LATENT, ROPE = 512, 64
 SMALLEST_PAGE, BLOCK_K = 16, 64
 # Rows of a thread block, heads of tokens.
 ROWS = (16, 32, 64)
-# In microseconds on an H200: the start and end of a thread block, a second launch, two tiles of keys by rows as the
-# products take them, and as one multiprocessor reads them alone. Bytes of a tile, and bytes a microsecond from memory
-# and of the parts from L2.
-START, MERGE, PAIR, ALONE = 5.0, 4.0, {16: 2.0, 32: 2.4, 64: 4.2}, 3.5
-TILE_BYTES, BANDWIDTH, PARTS_BANDWIDTH = BLOCK_K * (LATENT + ROPE) * 2, 4.1e6, 2.5e6
+# In microseconds on an H200: the start and end of a thread block, a second launch; two tiles of keys by rows as the
+# products take them, as one multiprocessor reads them alone, and by rows those of eight bits, which are converted.
+# Bytes a microsecond from memory and of the parts from L2.
+START, MERGE, PAIR, ALONE, CONVERTED_PAIR = 5.0, 4.0, {16: 2.0, 32: 2.4, 64: 4.2}, 3.5, {16: 3.7, 32: 4.3, 64: 4.6}
+BANDWIDTH, PARTS_BANDWIDTH = 4.1e6, 2.5e6
 
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
@@ -38,10 +38,12 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     if wrong := refuses_target(target) or _launch.refusal(target):
         return wrong
     q, pages = operands.q_latent, operands.pages
-    if q.dtype.name not in ("bfloat16", "float16") or pages.dtype != q.dtype:
-        return f"q_latent is {q.dtype} and pages {pages.dtype}; the kernel takes bfloat16 and float16, of both the same"
-    if operands.k_scale is not None:
-        return "k_scale is not supported by these kernels"
+    if q.dtype.name not in ("bfloat16", "float16"):
+        return f"q_latent is {q.dtype}; the kernel takes bfloat16 and float16"
+    if wrong := _refuses_eight_bits(operands) if pages.dtype.itemsize == 1 else None:
+        return wrong
+    if operands.k_scale is not None and pages.dtype.itemsize > 1:
+        return f"k_scale with pages of {pages.dtype}; the kernel takes one with pages of eight bits"
     keys = operands.block_tables if operands.indices is None else operands.indices
     if 0 in (*q.shape, *pages.shape, *operands.block_tables.shape, *keys.shape):
         return "no tokens, sequences, heads, slots or keys"
@@ -53,6 +55,22 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return "batch_invariant is not supported by these kernels"
     wrong = _refuses_pages(spec, operands, target) if operands.indices is None else None
     return wrong or refuses_scale(spec)
+
+
+def _refuses_eight_bits(operands: Operands) -> str | None:
+    """Why the kernel does not take pages of eight bits, or None."""
+    pages, scale = operands.pages, operands.k_scale
+    if operands.draft_mask is not None:
+        return f"draft_mask with pages of {pages.dtype}"
+    if scale is None:
+        return None
+    if scale.shape[:3] not in ((1, 1, 1), pages.shape[:3]):
+        return (
+            f"k_scale is {list(scale.shape[:3])}; the kernel takes one, or those of the pages, {list(pages.shape[:3])}"
+        )
+    if operands.q_latent.dtype.name == "float16":
+        return "k_scale with q_latent in float16, where weights times the scales of slots may overflow"
+    return None
 
 
 def _refuses_pages(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
@@ -86,8 +104,10 @@ def _splits(spec: CacheSpec, operands: Operands, target: Target, tokens: int, ro
     slots = operands.block_tables.shape[2] * operands.pages.shape[2]
     keys = slots if operands.indices is None else operands.indices.shape[2]
     pairs = math.ceil(keys / (2 * BLOCK_K))
-    cores = target.core_count or DEFAULT_CORE_COUNT
-    cut = partial(modelled_microseconds, blocks, math.ceil(heads / rows), rows, batch * step * heads, cores)
+    cores, size = target.core_count or DEFAULT_CORE_COUNT, operands.pages.dtype.itemsize
+    least = CONVERTED_PAIR[rows] if size == 1 else max(PAIR[rows], ALONE)
+    read = 2 * BLOCK_K * (LATENT + ROPE) * size / math.ceil(heads / rows) / BANDWIDTH
+    cut = partial(modelled_microseconds, blocks, least, read, batch * step * heads, cores)
     times = {
         splits: cut(splits, math.ceil(pairs / splits))
         for splits in {math.ceil(pairs / each) for each in range(1, pairs + 1)}
@@ -97,17 +117,16 @@ def _splits(spec: CacheSpec, operands: Operands, target: Target, tokens: int, ro
 
 
 def modelled_microseconds(
-    blocks: int, head_blocks: int, rows: int, of_step: int, cores: int, splits: int, pairs: int
+    blocks: int, least: float, read: float, of_step: int, cores: int, splits: int, pairs: int
 ) -> float:
     """The time of a step on an H200 if each of its thread blocks is cut into parts of so many pairs of tiles.
 
-    Thread blocks come in waves, one to a multiprocessor. A pair takes what its products take, or what it takes to be
-    read by a multiprocessor alone, or by all of a wave from memory, once for all heads. Parts have a result in float32
-    for each of the rows `of_step`, which is written and read by way of the L2 cache.
+    Thread blocks come in waves, one to a multiprocessor. A pair takes `least`, or `read` for each block of a wave,
+    which is its share of what is read from memory once for all heads. Parts have a result in float32 for each of the
+    rows `of_step`, which is written and read by way of the L2 cache.
     """
     waves = math.ceil(blocks * splits / cores)
-    readers = min(cores, blocks * splits) / head_blocks
-    of_pair = max(PAIR[rows], ALONE, 2 * TILE_BYTES * readers / BANDWIDTH)
+    of_pair = max(least, read * min(cores, blocks * splits))
     of_parts = splits * of_step * LATENT * 4 / PARTS_BANDWIDTH
     return waves * (START + pairs * of_pair) + (MERGE + of_parts if splits > 1 else 0)
 

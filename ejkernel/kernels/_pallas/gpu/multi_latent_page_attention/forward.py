@@ -23,14 +23,11 @@ from .._inline import gather
 from .._inline.rows import TILE_COLUMNS
 from .._launch import ROWS, launch, sync
 from .._launch import shared as swizzled_smem
-from ..flash_attention.plan import REGISTERS
 from ..ragged_page_attention.work import most_tiles
-from . import lists, pages, seesaw, transposed
+from . import converting, lists, pages, seesaw, transposed
 from .drafts import with_drafts
 from .merge import merged
-from .plan import BLOCK_K, HALF, READY, STAGES, Keys, Plan
-
-WARPGROUPS = 3
+from .plan import BLOCK_K, CONSUMERS, HALF, READY, STAGES, Keys, Plan
 
 
 def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) -> Outputs:
@@ -49,14 +46,16 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
             jax.ShapeDtypeStruct((plan.splits * rows, 2), jnp.float32),
         ),
         blocks=plan.blocks,
-        warpgroups=WARPGROUPS,
+        warpgroups=CONSUMERS + plan.producers,
         scratch=dict(
-            q=_q_tiles(plan, dtype),
-            k_latent=swizzled_smem((STAGES, BLOCK_K, R), dtype),
-            k_rope=swizzled_smem((STAGES, BLOCK_K, plan.D), dtype),
+            q=_q_tiles(plan),
+            k_latent=swizzled_smem((STAGES, BLOCK_K, R), plan.dtype_of_products),
+            k_rope=swizzled_smem((STAGES, BLOCK_K, plan.D), plan.dtype_of_products),
             q_full=plgpu.Barrier(num_arrivals=plan.parts),
-            k_full=source.barriers(plan),
-            **_consumers(plan).scratch(plan, dtype),
+            k_full=(converting if plan.converts else source).barriers(plan),
+            **(dict(k_scales=plgpu.SMEM((STAGES, BLOCK_K), jnp.float32)) if plan.scales_slots else {}),
+            **(dict(q_factors=plgpu.SMEM((plan.rows,), jnp.float32)) if plan.rounds_queries else {}),
+            **_consumers(plan).scratch(plan),
         ),
     )
     found = merged(o, lse, x, plan)
@@ -71,7 +70,9 @@ def plan_of(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig
     if has_lists:
         N, P, page, J = T, P * page, 1, math.ceil(x.indices.shape[2] / (2 * BLOCK_K)) * 2 * BLOCK_K
     return Plan(
-        H, R, x.q_rope.shape[3], N, P, page, pools, J, has_lists, block, tokens,
+        H, R, x.q_rope.shape[3], N, P, page, pools, J, has_lists,
+        x.pages.dtype.itemsize == 1, x.k_scale is not None and x.k_scale.shape[:3] != (1, 1, 1), x.q_latent.dtype,
+        block, tokens,
         spec.num_splits or config.num_splits, B * T if has_lists else min(most_tiles(B, N, T, tokens), B * T),
         spec.left, spec.softmax_scale, spec.softcap,
     )  # fmt: skip
@@ -87,15 +88,15 @@ def _consumers(plan: Plan) -> Any:
     return seesaw if plan.rows == ROWS else transposed
 
 
-def _q_tiles(plan: Plan, dtype: Any) -> plgpu.RefUnion:
+def _q_tiles(plan: Plan) -> plgpu.RefUnion:
     """The parts of q as products read them, and as they are copied.
 
     TMA copies tiles of 8 rows only from arrays of a multiple of 8 rows.
     """
     of_part, swizzle = (1, plan.rows, TILE_COLUMNS), plgpu.SwizzleTransform(128)
     return plgpu.RefUnion(
-        tuple(swizzled_smem(of_part, dtype) for _ in range(plan.parts)),
-        tuple(plgpu.SMEM(of_part, dtype, transforms=(swizzle,)) for _ in range(plan.parts)),
+        tuple(swizzled_smem(of_part, plan.dtype_of_products) for _ in range(plan.parts)),
+        tuple(plgpu.SMEM(of_part, plan.dtype, transforms=(swizzle,)) for _ in range(plan.parts)),
     )
 
 
@@ -111,14 +112,19 @@ def _kernel(q_latent, q_rope, keys: Keys, o, lse, *, plan: Plan, **scratch):
         consume = partial(consumers.consume, shared, keys, o, lse, work_tile, first, pairs, row, part, heads, plan)
 
         def produce():
-            plgpu.set_max_registers(REGISTERS[2][1], action="decrease")
-            _load_q(shared, q_latent, q_rope, row, plan)
-            _source(plan).load_tiles(shared, keys, work_tile, first, pairs, plan)
+            plgpu.set_max_registers(plan.registers[1], action="decrease")
+            load_q = partial(_load_q, shared, q_latent, q_rope, row, plan)
+            load_q() if plan.producers == 1 else pl.when(number == CONSUMERS)(load_q)
+            of_tiles = shared, keys, work_tile, first, pairs
+            if plan.converts:
+                _source(plan).convert_tiles(*of_tiles, number - CONSUMERS, plan)
+            else:
+                _source(plan).load_tiles(*of_tiles, plan)
 
-        if plan.lists:
+        if plan.lists and not plan.converts:
             gather.init_barriers(shared.k_full)
-            sync(READY, WARPGROUPS)
-        lax.cond(number < 2, lambda: lax.cond(number == 0, partial(consume, 0), partial(consume, 1)), produce)
+            sync(READY, CONSUMERS + plan.producers)
+        lax.cond(number < CONSUMERS, lambda: lax.cond(number == 0, partial(consume, 0), partial(consume, 1)), produce)
 
     pl.when(index < keys.total[0])(work)
 

@@ -17,9 +17,12 @@ from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.multi_latent_page_attention import Operands
 
 from .._inline import gather
+from .._inline.conversion import scale_of_entry
+from .._inline.converted_rows import InList
 from .._inline.registers import BITS, where_bits
 from .._launch import PER_ROW, ROWS, broadcast_rows, full, load_vector, stage_of
 from ..ragged_page_attention.work import WorkTile
+from . import converting
 from .plan import BLOCK_K, K_EMPTY, STAGES, Keys, Plan
 
 WORDS = BLOCK_K // BITS  # of a tile
@@ -35,7 +38,8 @@ def keys_of_step(x: Operands, spec: CacheSpec, plan: Plan) -> Keys:
     token, zero = jnp.arange(len(stop), dtype=jnp.int32), jnp.zeros_like(stop)
     tiles = WorkTile(token, zero + 1, position=zero + plan.columns, sequence=token, first_key=zero, stop=stop)
     total = jnp.full((1,), len(stop), jnp.int32)
-    return Keys(x.pages.reshape(-1, plan.R + plan.D), slots, in_words(slots >= 0), jnp.stack(tiles, 1), total)
+    scales = None if x.k_scale is None else x.k_scale.reshape(-1, 1)
+    return Keys(x.pages.reshape(-1, plan.R + plan.D), slots, in_words(slots >= 0), scales, jnp.stack(tiles, 1), total)
 
 
 def barriers(plan: Plan) -> Any:
@@ -59,12 +63,27 @@ def load_tiles(shared: Any, keys: Keys, work_tile: WorkTile, first: Array, pairs
     lax.fori_loop(0, 2 * pairs, load_tile, jnp.int32(0))
 
 
+def convert_tiles(
+    shared: Any, keys: Keys, work_tile: WorkTile, first: Array, pairs: Array, number: Array, plan: Plan
+) -> None:
+    """Producer `number`: its rows of tiles of eight bits."""
+    entry_of = lambda n: (first + n) * BLOCK_K + number * plan.rows_of_producer
+    rows_of = lambda n: InList(keys.tables, work_tile.sequence, entry_of(n))
+
+    def scale_of(n):
+        return scale_of_entry(keys.scales, keys.tables, work_tile.sequence, entry_of(n), plan.rows_of_producer), None
+
+    converting.convert_tiles(shared, keys.pages, 2 * pairs, number, rows_of, scale_of, plan)
+
+
 def await_tile(shared: Any, keys: Keys, work_tile: WorkTile, tile: Array, pair: Array, stage: int, plan: Plan) -> Array:
     """Waits for a tile; returns whether some of its entries are no keys."""
-    del plan
     is_all = reduce(jnp.bitwise_and, _words(keys, work_tile, tile)) == -1
-    gather.await_rows(shared.k_full, stage, lax.rem(pair, jnp.int32(2)))
-    plgpu.commit_smem()
+    if plan.converts:
+        plgpu.barrier_wait(shared.k_full.at[stage])
+    else:
+        gather.await_rows(shared.k_full, stage, lax.rem(pair, jnp.int32(2)))
+        plgpu.commit_smem()
     return ~is_all
 
 

@@ -13,10 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.multi_latent_page_attention import Operands
 
+from .._inline.conversion import scale_of_row
+from .._inline.converted_rows import InPages
 from .._inline.registers import compare_columns
 from .._inline.rows import zero_rows
 from .._launch import PER_COLUMN, PER_ROW, ROWS, broadcast_columns, indices, stage_of, sync
 from ..ragged_page_attention.work import WorkTile, work_tiles
+from . import converting
 from .plan import BLOCK_K, K_EMPTY, STAGES, Keys, Plan
 
 
@@ -26,7 +29,9 @@ def keys_of_step(x: Operands, spec: CacheSpec, plan: Plan) -> Keys:
         x.context_lens, x.query_start_loc, x.num_seqs, x.q_latent.shape[1], plan.tokens, 1, spec.left,
         plan.columns * plan.page, of_step=None if x.draft_mask is None else jnp.zeros_like(x.context_lens),
     )  # fmt: skip
-    return Keys(x.pages.reshape(-1, plan.R + plan.D), x.block_tables.reshape(-1, plan.columns), None, tiles, total)
+    pages, tables = x.pages.reshape(-1, plan.R + plan.D), x.block_tables.reshape(-1, plan.columns)
+    scales = None if x.k_scale is None else x.k_scale.reshape(-1, 1)
+    return Keys(pages, tables, None, scales, tiles, total)
 
 
 def barriers(plan: Plan) -> plgpu.Barrier:
@@ -39,7 +44,7 @@ def load_tiles(shared: Any, keys: Keys, work_tile: WorkTile, first: Array, pairs
 
     def load_tile(n, carry):
         stage = stage_of(n, STAGES)
-        slots = plan.slots(work_tile, first + n, keys.tables)
+        slots = plan.slots(work_tile, (first + n) * BLOCK_K, keys.tables)
         sync(K_EMPTY + stage, plan.warpgroups_of_stage)
         for copy, slot in enumerate(slots):
             rows, to = pl.ds(slot, plan.rows_of_page), pl.ds(copy * plan.rows_of_page, plan.rows_of_page)
@@ -49,6 +54,20 @@ def load_tiles(shared: Any, keys: Keys, work_tile: WorkTile, first: Array, pairs
         return carry
 
     lax.fori_loop(0, 2 * pairs, load_tile, jnp.int32(0))
+
+
+def convert_tiles(
+    shared: Any, keys: Keys, work_tile: WorkTile, first: Array, pairs: Array, number: Array, plan: Plan
+) -> None:
+    """Producer `number`: its rows of tiles of eight bits."""
+    key_of = lambda n: (first + n) * BLOCK_K + number * plan.rows_of_producer
+    rows_of = lambda n: InPages(tuple(plan.slots(work_tile, key_of(n), keys.tables)), plan.rows_of_page)
+
+    def scale_of(n):
+        scale = scale_of_row(keys.scales, rows_of(n).slots, jnp.int32(0), plan.rows_of_page)
+        return scale, (work_tile.first_key - key_of(n), work_tile.stop - key_of(n))
+
+    converting.convert_tiles(shared, keys.pages, 2 * pairs, number, rows_of, scale_of, plan)
 
 
 def await_tile(shared: Any, keys: Keys, work_tile: WorkTile, tile: Array, pair: Array, stage: int, plan: Plan) -> Array:

@@ -12,19 +12,27 @@ from ejkernel.kernels._visibility import interval
 
 from .._inline.rows import TILE_COLUMNS
 from .._launch import FIRST_BARRIER, ROWS
+from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import Problem
 from ..ragged_page_attention.work import WorkTile
 
 # Keys of a tile; a stage holds one.
 BLOCK_K = 64
 STAGES = 2
+CONSUMERS = 2
 # Columns of o that one of the two consumer warpgroups accumulates.
 HALF = 256
-# Named barriers: the empty stages; the weights of even and of odd tiles; the sums at the end; the barriers of lists.
-K_EMPTY = FIRST_BARRIER
+# Named barriers, after that of a second producer: the empty stages; the weights of even and of odd tiles; the sums at
+# the end; the barriers of lists; the queries in float16.
+K_EMPTY = FIRST_BARRIER + 1
 P_FULL = K_EMPTY + STAGES
 SUMS = P_FULL + 2
 READY = SUMS + 1
+Q_ROUNDED = READY + 1
+# Producers that share the rows of a tile of eight bits, which they convert, and registers of a thread of a consumer and
+# of a producer, by the rows of a thread block.
+CONVERTING_PRODUCERS = {16: 2, 32: 2, 64: 1}
+CONVERTING_REGISTERS = {16: (176, 80), 32: (192, 64), 64: (200, 104)}
 
 
 class Keys(NamedTuple):
@@ -34,12 +42,14 @@ class Keys(NamedTuple):
         pages: [slots, r + d], of all pools.
         tables: [sequences, columns] int32, the pages of a sequence; with lists, [tokens, columns], slots, −1 for none.
         bits: [tokens, columns / 32] int32, which entries of a list are keys; None without lists.
+        scales: [slots or 1, 1] float32, by which slots are multiplied, or all; or None.
         work_tiles, total: the table [most_tiles, 6], and how many of its entries are work tiles, [1].
     """
 
     pages: Any
     tables: Any
     bits: Any
+    scales: Any
     work_tiles: Any
     total: Any
 
@@ -52,6 +62,9 @@ class Plan:
         H, R, D: heads, and features of a latent and of its rotary part.
         sequences, pages, page, pools, columns: of a batch; of a pool; slots of a page; pools; pages of a table's row.
         lists: whether each token has a list of slots, a row of tables with pages of one slot.
+        converts: whether pages have eight bits, which the producers convert.
+        scales_slots: whether each slot has a scale.
+        dtype: of q.
         rows: heads of tokens of a thread block.
         tokens: most tokens of a work tile.
         splits: parts that the keys of a work tile are cut into.
@@ -69,6 +82,9 @@ class Plan:
     pools: int
     columns: int
     lists: bool
+    converts: bool
+    scales_slots: bool
+    dtype: Any
     rows: int
     tokens: int
     splits: int
@@ -84,8 +100,27 @@ class Plan:
 
     @property
     def warpgroups_of_stage(self) -> int:
-        """Those that fill a stage and empty it: the producer, and both consumers or the one that has the stage."""
-        return 3 if self.rows == ROWS else 2
+        """Those that fill a stage and empty it: the producers, and both consumers or the one that has the stage."""
+        return self.producers + (CONSUMERS if self.rows == ROWS else 1)
+
+    @property
+    def producers(self) -> int:
+        """Producer warpgroups, which share the rows of a tile of keys."""
+        return CONVERTING_PRODUCERS[self.rows] if self.converts else 1
+
+    @property
+    def rounds_queries(self) -> bool:
+        """Whether queries in bfloat16 are made float16."""
+        return self.converts and not self.scales_slots and self.dtype == "bfloat16"
+
+    @property
+    def dtype_of_products(self) -> Any:
+        return np.dtype("float16") if self.rounds_queries else self.dtype
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Those of a thread of a consumer, and of a producer."""
+        return CONVERTING_REGISTERS[self.rows] if self.converts else REGISTERS[CONSUMERS]
 
     @property
     def head_blocks(self) -> int:
@@ -97,14 +132,19 @@ class Plan:
         return self.most_tiles * self.splits * self.head_blocks
 
     @property
+    def rows_of_producer(self) -> int:
+        """Of a tile of keys."""
+        return BLOCK_K // self.producers
+
+    @property
     def rows_of_page(self) -> int:
-        """The number of slots of a page that one TMA copy loads into a tile of keys."""
-        return min(self.page, BLOCK_K)
+        """The slots of a page that a producer copies to a tile of keys at once."""
+        return min(self.page, self.rows_of_producer)
 
     @property
     def copies(self) -> int:
-        """Copies that a tile of keys takes."""
-        return BLOCK_K // self.rows_of_page
+        """Copies of pages that a producer's rows take."""
+        return self.rows_of_producer // self.rows_of_page
 
     @property
     def exponent(self) -> float:
@@ -155,13 +195,13 @@ class Plan:
         token = lax.div(row, jnp.int32(self.H)) if self.tokens > 1 else 0 * row
         return interval(of.position - begin + token, self.left, 0, 0, of.stop - begin)
 
-    def slots(self, of: WorkTile, tile: Array, block_tables: Any) -> list[Array]:
-        """The first row, of all slots of all pools, of each copy of a tile of keys; pages are clamped to the pool."""
+    def slots(self, of: WorkTile, first: Array, block_tables: Any) -> list[Array]:
+        """The first row, of all slots of all pools, of each copy from key `first` on; pages are clamped to the pool."""
         pool = lax.div(of.sequence, jnp.int32(self.sequences)) * self.pages if self.pools > 1 else 0
         page, found = jnp.int32(self.page), []
         for n in range(self.copies):
-            key = tile * BLOCK_K + n * self.rows_of_page
+            key = first + n * self.rows_of_page
             column = jnp.minimum(lax.div(key, page), self.columns - 1)
             number = jnp.clip(block_tables[of.sequence, column], 0, self.pages - 1) + pool
-            found.append(number * self.page + (lax.rem(key, page) if self.page > BLOCK_K else 0))
+            found.append(number * self.page + (lax.rem(key, page) if self.page > self.rows_of_page else 0))
         return found

@@ -25,6 +25,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .._inline.registers import times_columns
 from .._inline.rows import TILE_COLUMNS, store_rows
 from .._launch import (
     PER_ROW,
@@ -39,16 +40,18 @@ from .._launch import (
     sync,
     times_rows,
 )  # fmt: skip
-from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E
 from ..flash_attention.tiles import COLUMNS, LIMITS, LOWEST, Statistics, logits, weights
 from ..ragged_page_attention.work import WorkTile
 from . import lists, pages
+from .factors import factors_of_rows, round_queries, scale_of_all
 from .plan import BLOCK_K, HALF, K_EMPTY, P_FULL, STAGES, SUMS, Keys, Plan
 
 
 class Shared(NamedTuple):
-    """Shared memory of a thread block: q, k, the row maxima and sums, and the full barriers."""
+    """Shared memory of a thread block: q, k, the row maxima and sums, the full barriers, the scales of k, and what
+    makes logits of rounded queries right.
+    """
 
     q: Any
     k_latent: Any
@@ -57,11 +60,13 @@ class Shared(NamedTuple):
     sums: Any
     q_full: Any
     k_full: Any
+    k_scales: Any = None
+    q_factors: Any = None
 
 
-def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
-    """The memory of `Shared`, but for q, k and the barriers."""
-    del plan, dtype
+def scratch(plan: Plan) -> dict[str, Any]:
+    """The memory of `Shared`, but for q, k, their factors and the barriers."""
+    del plan
     return dict(maxima=plgpu.SMEM((2, ROWS), jnp.float32), sums=plgpu.SMEM((2, ROWS), jnp.float32))
 
 
@@ -70,11 +75,14 @@ def consume(
     heads: Array, plan: Plan, number: int,
 ) -> None:  # fmt: skip
     """Consumer warpgroup `number`: the logits of every second tile of keys, and half of the columns of o."""
-    plgpu.set_max_registers(REGISTERS[2][0], action="increase")
+    plgpu.set_max_registers(plan.registers[0], action="increase")
     for stage in range(STAGES):
         arrive(K_EMPTY + stage, plan.warpgroups_of_stage)
     plgpu.barrier_wait(shared.q_full)
-    step = partial((_even_first, _odd_second)[number], shared, keys, work_tile, first, plan)
+    if plan.rounds_queries:
+        round_queries(shared, number, plan)
+    factors = factors_of_rows(shared, keys, plan)
+    step = partial((_even_first, _odd_second)[number], shared, keys, work_tile, first, factors, plan)
     start = Statistics(full((ROWS,), LOWEST, PER_ROW), full((ROWS, COLUMNS), 0.0, WGMMA))
     acc, last = lax.fori_loop(0, pairs, step, (full((ROWS, HALF), 0.0, WGMMA), start))
     total = last.total.sum(axis=1)
@@ -85,10 +93,11 @@ def consume(
     saw = total > 0
     total = jnp.where(saw, total, 1.0)
     of_rows = jnp.where(saw, (last.maximum + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+    scale = scale_of_all(keys, plan)
     out = part * (lse.shape[0] // plan.splits) + row
     store_rows(
         o,
-        (acc * broadcast_rows(1 / total, acc)).astype(o.dtype),
+        (acc * broadcast_rows((1 if scale is None else scale) / total, acc)).astype(o.dtype),
         out,
         plan.count(work_tile, heads),
         jnp.int32(number),
@@ -98,11 +107,12 @@ def consume(
 
 
 def _even_first(
-    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, plan: Plan, pair: Array, carry: tuple
-) -> tuple:
+    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, factors: Array | None, plan: Plan, pair: Array,
+    carry: tuple,
+) -> tuple:  # fmt: skip
     """Warpgroup 0: the softmax of the even tile of a pair, then p·v of both."""
     acc, previous = carry
-    s = _logits(shared, 0, keys, work_tile, first, pair, plan)
+    s = _logits(shared, 0, keys, work_tile, first, factors, pair, plan)
     p, updated, alpha = weights(s, previous, None, plan.exponent, 0, LIMITS)
     _publish(shared, 0, p, updated.maximum)
     arrive(P_FULL, 2)
@@ -116,11 +126,12 @@ def _even_first(
 
 
 def _odd_second(
-    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, plan: Plan, pair: Array, carry: tuple
-) -> tuple:
+    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, factors: Array | None, plan: Plan, pair: Array,
+    carry: tuple,
+) -> tuple:  # fmt: skip
     """Warpgroup 1: p·v of the even tile of a pair under the softmax of the odd one, then p·v of that."""
     acc, previous = carry
-    s = _logits(shared, 1, keys, work_tile, first, pair, plan)
+    s = _logits(shared, 1, keys, work_tile, first, factors, pair, plan)
     sync(P_FULL, 2)
     acc, previous = _rescaled(shared, 0, acc, previous)
 
@@ -141,8 +152,9 @@ def _odd_second(
 
 
 def _logits(
-    shared: Shared, stage: int, keys: Keys, work_tile: WorkTile, first: Array, pair: Array, plan: Plan
-) -> Array:
+    shared: Shared, stage: int, keys: Keys, work_tile: WorkTile, first: Array, factors: Array | None, pair: Array,
+    plan: Plan,
+) -> Array:  # fmt: skip
     """The logits of a tile of a pair, without the factor `plan.exponent`, −∞ where they are masked.
 
     The addresses of operands come from `opaque_copy`: kept in registers over the loop, they would be spilled.
@@ -160,16 +172,25 @@ def _logits(
             plgpu.wgmma(s, q.at[zero], k.T)
         return s[...]
 
-    s = pl.run_scoped(product, accumulator(ROWS, BLOCK_K))
+    s = _scaled(shared, stage, pl.run_scoped(product, accumulator(ROWS, BLOCK_K)))
+    if factors is not None:
+        s = s * broadcast_rows(factors, s)
     if plan.softcap is not None:
         s = logits(s, plan.problem)
     masked = partial(source.hide_columns, keys=keys, work_tile=work_tile, tile=tile, plan=plan)
     return lax.cond(is_masked, masked, lambda s: s, s)
 
 
+def _scaled(shared: Shared, stage: int, tile: Array) -> Array:
+    """A tile [rows, keys] times the scales of its keys, if they have some."""
+    return tile if shared.k_scales is None else times_columns(tile, shared.k_scales.at[stage])
+
+
 def _publish(shared: Shared, stage: int, p: Array, maximum: Array) -> None:
-    """Stores the weights and the row maxima of a tile to shared memory, for the other warpgroup."""
-    shared.k_rope[stage] = p.astype(shared.k_rope.dtype)
+    """Stores the weights, times the scales of values, and the row maxima of a tile to shared memory, for the other
+    warpgroup.
+    """
+    shared.k_rope[stage] = _scaled(shared, stage, p).astype(shared.k_rope.dtype)
     shared.maxima[stage] = maximum
     plgpu.commit_smem()
 

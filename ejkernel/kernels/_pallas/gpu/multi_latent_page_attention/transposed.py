@@ -35,6 +35,7 @@ from .._inline.columns import (
 from .._inline.rows import TILE_COLUMNS
 from .._launch import (
     PER_COLUMN,
+    PER_ROW,
     WGMMA,
     accumulator,
     arrive,
@@ -43,21 +44,24 @@ from .._launch import (
     load_vector,
     opaque_copy,
     sync,
+    times_rows,
     warp_any,
 )
 from .._launch import (
     shared as swizzled_smem,
 )
-from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E
 from ..flash_attention.tiles import LOWEST, logits
 from ..ragged_page_attention.work import WorkTile
 from . import lists, pages
+from .factors import factors_of_rows, round_queries, scale_of_all
 from .plan import BLOCK_K, HALF, K_EMPTY, SUMS, Keys, Plan
 
 
 class Shared(NamedTuple):
-    """Shared memory of a thread block: q, k, the weights, the row maxima and sums, and the full barriers."""
+    """Shared memory of a thread block: q, k, the weights, the row maxima and sums, the full barriers, the scales of k,
+    and what makes logits of rounded queries right.
+    """
 
     q: Any
     k_latent: Any
@@ -68,6 +72,8 @@ class Shared(NamedTuple):
     sums: Any
     q_full: Any
     k_full: Any
+    k_scales: Any = None
+    q_factors: Any = None
 
 
 class Carry(NamedTuple):
@@ -78,10 +84,10 @@ class Carry(NamedTuple):
     total: Array
 
 
-def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
-    """The memory of `Shared`, but for q, k and the barriers."""
+def scratch(plan: Plan) -> dict[str, Any]:
+    """The memory of `Shared`, but for q, k, their factors and the barriers."""
     return dict(
-        p=swizzled_smem((2, plan.rows, BLOCK_K), dtype),
+        p=swizzled_smem((2, plan.rows, BLOCK_K), plan.dtype_of_products),
         exchanged=plgpu.SMEM((2, *scratch_of_columns(plan.rows)), jnp.float32),
         maxima=plgpu.SMEM((2, plan.rows), jnp.float32),
         sums=plgpu.SMEM((2, plan.rows), jnp.float32),
@@ -93,16 +99,19 @@ def consume(
     heads: Array, plan: Plan, number: int,
 ) -> None:  # fmt: skip
     """Consumer warpgroup `number`: every second tile of keys, and at the end half of the features of o."""
-    plgpu.set_max_registers(REGISTERS[2][0], action="increase")
+    plgpu.set_max_registers(plan.registers[0], action="increase")
     arrive(K_EMPTY + number, plan.warpgroups_of_stage)
     plgpu.barrier_wait(shared.q_full)
+    if plan.rounds_queries:
+        round_queries(shared, number, plan)
+    factors = factors_of_rows(shared, keys, plan, PER_COLUMN)
     zeros = partial(full, value=0.0, layout=WGMMA)
     start = Carry(
         (zeros((HALF, plan.rows)), zeros((HALF, plan.rows))),
         full((plan.rows,), LOWEST, PER_COLUMN),
         zeros((BLOCK_K, plan.rows)),
     )
-    last = lax.fori_loop(0, pairs, partial(_step, shared, keys, work_tile, first, plan, number), start)
+    last = lax.fori_loop(0, pairs, partial(_step, shared, keys, work_tile, first, factors, plan, number), start)
     total = reduce_columns("add", last.total, shared.exchanged.at[number])
     store_registers_to_smem(shared.k_latent.at[number], last.halves[1 - number])  # nothing more comes to this stage
     shared.maxima[number], shared.sums[number] = last.maximum, total
@@ -114,23 +123,25 @@ def consume(
     saw = total > 0
     total = jnp.where(saw, total, 1.0)
     of_rows = jnp.where(saw, (maximum + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
-    acc = _times(last.halves[number], alpha / total)
-    acc += _times(load_registers_from_smem(shared.k_latent.at[1 - number], acc), other_alpha / total)
+    scale = scale_of_all(keys, plan)
+    inverse = (1 if scale is None else scale) / total
+    acc = _times(last.halves[number], alpha * inverse)
+    acc += _times(load_registers_from_smem(shared.k_latent.at[1 - number], acc), other_alpha * inverse)
     out = part * (lse.shape[0] // plan.splits) + row
     store_columns(o, lse, acc.astype(o.dtype), of_rows, out, plan.count(work_tile, heads), number)
 
 
 def _step(
-    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, plan: Plan, number: int, pair: Array,
-    previous: Carry,
+    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, factors: Array | None, plan: Plan, number: int,
+    pair: Array, previous: Carry,
 ) -> Carry:  # fmt: skip
     """The carry after this warpgroup's tile of a pair of tiles of keys."""
-    s = _logits(shared, keys, work_tile, first, plan, number, pair)
+    s = _logits(shared, keys, work_tile, first, factors, plan, number, pair)
     greatest = reduce_columns("max", s, shared.exchanged.at[number]) * plan.exponent
     maximum = jnp.maximum(previous.maximum, greatest)
     alpha = jnp.exp2(previous.maximum - maximum)
     p = jnp.exp2(s * plan.exponent - broadcast_columns(maximum, s))
-    store_transposed(shared.p.at[number], p.astype(shared.p.dtype))
+    store_transposed(shared.p.at[number], _scaled(shared, number, p).astype(shared.p.dtype))
     plgpu.commit_smem()
     total = _times(previous.total, alpha) + p
     halves = lax.cond(
@@ -152,8 +163,9 @@ def _step(
 
 
 def _logits(
-    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, plan: Plan, number: int, pair: Array
-) -> Array:
+    shared: Shared, keys: Keys, work_tile: WorkTile, first: Array, factors: Array | None, plan: Plan, number: int,
+    pair: Array,
+) -> Array:  # fmt: skip
     """The logits of this warpgroup's tile of a pair, [keys, rows], without `plan.exponent`, −∞ where they are masked.
 
     The addresses of operands come from `opaque_copy`: kept in registers over the loop, they would be spilled.
@@ -170,11 +182,18 @@ def _logits(
             plgpu.wgmma(s, k, q.at[zero].T)
         return s[...]
 
-    s = pl.run_scoped(product, accumulator(BLOCK_K, plan.rows))
+    s = _scaled(shared, number, pl.run_scoped(product, accumulator(BLOCK_K, plan.rows)))
+    if factors is not None:
+        s = _times(s, factors)
     if plan.softcap is not None:
         s = logits(s, plan.problem)
     masked = partial(source.hide_rows, keys=keys, work_tile=work_tile, tile=tile, plan=plan)
     return lax.cond(is_masked, masked, lambda s: s, s)
+
+
+def _scaled(shared: Shared, number: int, tile: Array) -> Array:
+    """A tile [keys, rows] times the scales of its keys, if they have some."""
+    return tile if shared.k_scales is None else times_rows(tile, load_vector(shared.k_scales.at[number], PER_ROW))
 
 
 def _times(tile: Array, factors: Array) -> Array:
