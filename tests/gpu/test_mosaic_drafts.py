@@ -31,10 +31,8 @@ def test_drafts_continue_the_softmax(drafts, options, dtype, d):
 def test_drafts_that_are_seen_as_without_a_mask(window, drafts, d):
     """Of prefills all, which Mosaic GPU has, and of others the first, before trees."""
     lengths, rng = (1, 17, 512, 128, 0, 300, 40, 60), np.random.default_rng(3)
-    x, place = (
-        step(d=d, lengths=lengths, window=window),
-        np.concatenate([*map(np.arange, lengths), np.arange(PADDING)])[:, None],
-    )
+    x = step(d=d, lengths=lengths, window=window)
+    place = np.concatenate([*map(np.arange, lengths), np.arange(PADDING)])[:, None]
     sinks = jnp.asarray(rng.standard_normal(8), jnp.float32)
     length = np.append(np.repeat(lengths, lengths), [0] * PADDING)[:, None]
     tree = np.where(np.arange(drafts) < 5, np.arange(drafts) <= place, rng.random((len(place), drafts)) < 0.6)
